@@ -1,0 +1,1 @@
+"""Train and verify Mixture-of-Experts language models."""
