@@ -17,8 +17,8 @@ __all__ = [
     "DistributedConfig",
     "EvalConfig",
     "LogConfig",
-    "ModelConfig",
     "MoEConfig",
+    "ModelConfig",
     "OptimConfig",
     "Recipe",
     "SampleConfig",
@@ -67,8 +67,12 @@ class ModelConfig:
     head_dim: int = key(64, "width D of one head", low=2, multiple_of=2)
     vocab_size: int = key(0, "rows of the embedding; 0 takes the tokenizer's size", low=0)
     num_dense_layers: int = key(0, "leading blocks with one dense feed-forward layer instead of experts", low=0)
-    dense_intermediate_size: int = key(0, "width of the dense feed-forward layers; 0 where there are none", low=0, multiple_of=16)
-    qk_norm: str = key("head", "RMSNorm of queries and keys: none, per head, or over the whole width", choices=("none", "head", "full"))
+    dense_intermediate_size: int = key(
+        0, "width of the dense feed-forward layers; 0 where there are none", low=0, multiple_of=16
+    )
+    qk_norm: str = key(
+        "head", "RMSNorm of queries and keys: none, per head, or over the whole width", choices=("none", "head", "full")
+    )
     attention_bias: bool = key(False, "bias on the query, key and value projections")
     norm_eps: float = key(1e-6, "epsilon of every RMSNorm", above=0.0, below=1.0)
     rope_theta: float = key(10000.0, "base of the rotary embedding", above=0.0)
@@ -91,7 +95,9 @@ class MoEConfig:
     shared_gate: bool = key(False, "multiply the shared experts' output by a learned sigmoid gate")
     clamp: float = key(0.0, "limit on SwiGLU's inputs: gate at most clamp, up within +-clamp; 0 for none", low=0.0)
     score: str = key("softmax", "how router logits become scores", choices=("softmax", "sigmoid"))
-    score_order: str = key("before_top_k", "softmax over all experts, or over the chosen ones only", choices=("before_top_k", "after_top_k"))
+    score_order: str = key(
+        "before_top_k", "softmax over all experts, or over the chosen ones only", choices=("before_top_k", "after_top_k")
+    )
     normalize_weights: bool = key(True, "divide the chosen scores by their sum")
     scaling_factor: float = key(1.0, "factor on the router weights", above=0.0)
     correction_bias: bool = key(False, "fp32 bias added to the scores for choosing only (aux-loss-free balancing)")
@@ -111,7 +117,9 @@ class MoEConfig:
 class DataConfig:
     """Where text comes from and how it becomes tokens."""
 
-    path: str = key("stdlib", "file or folder of text, .jsonl(.gz), .parquet or .u16/.u32 tokens; stdlib is Python's own source")
+    path: str = key(
+        "stdlib", "file or folder of text, .jsonl(.gz), .parquet or .u16/.u32 tokens; stdlib is Python's own source"
+    )
     tokenizer: str = key("bpe:512", "bytes, bpe:SIZE trained on the data, or the path of a tokenizer.json")
     cache: str = key("", "folder of tokenized shards; empty takes the user's cache folder")
     validation_fraction: float = key(0.02, "share of documents kept for validation", above=0.0, below=1.0)
@@ -253,7 +261,7 @@ class Recipe:
                     "use a divisor of num_experts",
                 )
             )
-        elif moe.top_groups * (moe.num_experts // moe.num_groups) < moe.top_k:
+        elif moe.top_groups * (moe.num_experts // moe.num_groups) < moe.top_k <= moe.num_experts:
             found.append(
                 (
                     "moe.top_groups",

@@ -1,0 +1,1 @@
+"""The command line of mok: parse, one call into the library, report."""

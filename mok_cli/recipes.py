@@ -1,0 +1,79 @@
+"""`mok recipes`: what ships, what is in it, a copy to change, and whether a recipe is right."""
+
+from __future__ import annotations
+
+import click
+
+from mok_cli.output import Output, examples, json_option
+
+__all__ = ["recipes"]
+
+
+@click.group(epilog=examples("mok recipes list", "mok recipes copy toy ."))
+def recipes() -> None:
+    """List, show, copy or check recipes.
+
+    A recipe is a TOML file that says what a run is: model, data, steps, ranks. It states only what differs from the
+    defaults, which docs/recipes.md lists.
+    """
+
+
+@recipes.command("list", epilog=examples("mok recipes list", "mok recipes list --json"))
+@json_option
+def list_recipes(output: Output) -> None:
+    """List the recipes that come with mok."""
+    from mok.recipe import shipped
+
+    found = {name: path.read_text(encoding="utf-8").partition("\n")[0].lstrip("# ") for name, path in shipped().items()}
+    for name, summary in found.items():
+        output.line(f"{name}\n    {summary}")
+    output.report({"recipes": [{"name": name, "summary": summary} for name, summary in found.items()]})
+
+
+@recipes.command(epilog=examples("mok recipes show toy", "mok recipes show toy --set moe.num_experts=16"))
+@click.argument("recipe")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key.")
+@json_option
+def show(recipe: str, overrides: tuple[str, ...], output: Output) -> None:
+    """Show every value of RECIPE and where it came from."""
+    from mok.recipe import dump_toml, resolve
+
+    resolved = resolve(recipe, overrides)
+    output.line(dump_toml(resolved.recipe, resolved.origins).rstrip())
+    output.report({"name": resolved.name, "recipe": resolved.recipe.to_dict(), "origins": dict(resolved.origins)})
+
+
+@recipes.command(epilog=examples("mok recipes copy toy .", "mok recipes copy small experiments/"))
+@click.argument("name")
+@click.argument("folder", type=click.Path(file_okay=False))
+@json_option
+def copy(name: str, folder: str, output: Output) -> None:
+    """Copy the shipped recipe NAME into FOLDER, to change it there. Never overwrites."""
+    from pathlib import Path
+
+    from mok.errors import UsageError
+    from mok.recipe import find
+
+    source = find(name)
+    target = Path(folder) / source.name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with target.open("x", encoding="utf-8") as file:
+            file.write(source.read_text(encoding="utf-8"))
+    except FileExistsError:
+        raise UsageError(f"{target}: exists already; remove it or copy into another folder") from None
+    output.line(f"{target}\nNext: mok train {target}")
+    output.report({"path": str(target)})
+
+
+@recipes.command(epilog=examples("mok recipes check toy", "mok recipes check mine.toml --set train.steps=50"))
+@click.argument("path")
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key.")
+@json_option
+def check(path: str, overrides: tuple[str, ...], output: Output) -> None:
+    """Check the recipe at PATH, with every mistake reported at once."""
+    from mok.recipe import resolve
+
+    resolved = resolve(path, overrides)
+    output.line(f"{resolved.path}: fine")
+    output.report({"path": str(resolved.path)})
