@@ -1,0 +1,252 @@
+"""fp32 main gradients, added in the order of the contract (docs/numerics.md, rules 5 and 7) whatever the layout.
+
+Owns where the parts of a gradient wait and how they are summed: one term per slice for dense weights, one buffer per lane for
+expert weights, halving trees above both. Layers reach it through their parameters: `GradStore` hangs a `grad_sink` on dense
+parameters, `lane_grads` on expert parameters and `main_grad` on both. Knows nothing of models, optimizers or processes.
+Read next: `mok/grid.py` for the words, `mok/model/linear.py` for the main user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from mok.grid import Call, Layout
+
+__all__ = ["ALIGNMENT", "Bank", "Exchange", "GradBuffers", "GradSink", "GradStore", "halving_tree"]
+
+# Elements. Every tensor of a bank starts on a multiple of it, so that blocks of a reduction never straddle two tensors
+# (an expert's matrix, I x H with both multiples of 16, fills whole blocks) and every GEMM operand is aligned.
+ALIGNMENT = 256
+
+
+def halving_tree(terms: Tensor) -> Tensor:
+    """Sum of `terms` over dim 0 in the order of the contract: term i and term i + h, h = n/2 rounded up, and so on.
+
+    Works in place: `terms[0]` holds the sum afterwards and is returned; the other terms are destroyed.
+
+    Example: five terms are added as (((0+3) + 2) + (1+4)).
+    """
+    count = terms.shape[0]
+    while count > 1:
+        half = (count + 1) // 2
+        terms[: count - half].add_(terms[half:count])
+        count = half
+    return terms[0]
+
+
+class Exchange(Protocol):
+    """What a launch of several ranks does between the trees that a rank can add by itself."""
+
+    def over_positions(self, parts_LN: Tensor) -> None:
+        """Replace each row (one per owned lane) by the halving tree of that row over the ranks of the group, in rank order."""
+
+    def over_lanes(self, part_N: Tensor) -> None:
+        """Replace the part by the halving tree over the replicas, in replica order."""
+
+
+@dataclass(frozen=True)
+class GradBuffers:
+    """Where the backward of one MoE layer leaves its expert weight gradients.
+
+    gate, up [lanes, E_local, I, H], down [lanes, E_local, H, I]: fp32, any strides. started: for each lane, whether the
+    buffers already hold the chain of earlier calls and must be continued; otherwise every element is written.
+    """
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    started: tuple[bool, ...]
+
+
+class Bank:
+    """Parameters that are treated alike, laid one after the other in flat tensors.
+
+    parameters: in the order of the bank. `flat(dtype)` makes a flat tensor of zeros, `views(flat)` cuts it into tensors of
+    the parameters' shapes, each starting on a multiple of `ALIGNMENT` elements; what lies between stays zero.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.starts: list[int] = []
+        end = 0
+        for parameter in self.parameters:
+            self.starts.append(end)
+            end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+        self.numel = end
+
+    def flat(self, dtype: torch.dtype, *leading: int) -> Tensor:
+        device = self.parameters[0].device if self.parameters else torch.device("cpu")
+        return torch.zeros(*leading, self.numel, dtype=dtype, device=device)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """`flat` [..., numel] as one tensor [..., *shape] per parameter, sharing memory."""
+        leading = flat.shape[:-1]
+        return [
+            flat[..., start : start + parameter.numel()].view(*leading, *parameter.shape)
+            for start, parameter in zip(self.starts, self.parameters, strict=True)
+        ]
+
+
+class GradSink:
+    """Takes the gradient terms of one use of one dense parameter, one term per slice of the call, in call order."""
+
+    def __init__(self, store: GradStore, rows: Tensor) -> None:
+        self._store = store
+        self._rows = rows
+        self._started = [False] * rows.shape[0]
+
+    def product(self, dy_TN: Tensor, x_TK: Tensor) -> None:
+        """Add dy^T x of each slice: the weight gradient [N, K] of a linear layer, contracted over the tokens of the slice."""
+        slices = self._store.num_slices
+        dy_CsN, x_CsK = dy_TN.view(slices, -1, dy_TN.shape[-1]), x_TK.view(slices, -1, x_TK.shape[-1])
+        if slices == 1 and self._takes_store(0):
+            _matmul_fp32(dy_CsN[0].t(), x_CsK[0], self._rows[0])
+            self._started[0] = True
+            return
+        terms = self._store.scratch(slices, *self._rows.shape[1:])
+        for i in range(slices) if dy_TN.is_cuda else ():
+            # cuBLAS may choose another kernel for another batch count; one product per slice keeps the shape fixed.
+            _matmul_fp32(dy_CsN[i].t(), x_CsK[i], terms[i])
+        if not dy_TN.is_cuda:
+            torch.bmm(dy_CsN.float().transpose(1, 2), x_CsK.float(), out=terms)
+        self.add(terms)
+
+    def add(self, terms: Tensor) -> None:
+        """Add `terms` [slices, *shape], fp32, which are destroyed."""
+        store = self._store
+        if store.one_call:
+            lanes, positions = store.num_lanes, store.num_positions
+            terms = terms.view(lanes, -1, positions, *self._rows.shape[1:])
+            for time in range(1, terms.shape[1]):
+                terms[:, 0].add_(terms[:, time])
+            per_lane = halving_tree(terms[:, 0].transpose(0, 1))
+            if self._rows.shape[0] == 1:
+                per_lane = halving_tree(per_lane).unsqueeze(0)
+            self._rows.copy_(per_lane)
+            return
+        for term, cell in zip(terms, store.call.cells, strict=True):
+            if self._started[cell]:
+                self._rows[cell].add_(term)
+            else:
+                self._rows[cell].copy_(term)
+                self._started[cell] = True
+
+    def begin_step(self) -> None:
+        self._started = [False] * len(self._started)
+
+    def _takes_store(self, cell: int) -> bool:
+        """Whether the only term of this call is the first of its cell and may be written there directly."""
+        return self._store.call.cells == (cell,) and not self._started[cell] and self._rows.shape[0] == 1
+
+
+def _matmul_fp32(a: Tensor, b: Tensor, out: Tensor) -> None:
+    """out = a @ b in fp32, whatever the operands' dtype. On the CPU they are widened: oneDNN's bf16 weight gradients depend on
+    the number of threads for contractions of 2048 and more."""
+    if a.is_cuda and a.dtype != torch.float32:
+        torch.mm(a, b, out_dtype=torch.float32, out=out)
+    else:
+        torch.mm(a.float(), b.float(), out=out)
+
+
+class GradStore:
+    """The fp32 gradients of one model on one rank.
+
+    dense, experts: banks of the trained parameters, replicated and expert-parallel. embedding: the parameter that the input
+    embedding shares with the output head, where it does: its two uses are summed apart, then added (head + embedding).
+    layout, calls: the launch and the calls of each of its steps.
+
+    While a step runs, `begin_call` names the call whose terms arrive. After `finish`, `parameter.main_grad` (fp32, the
+    parameter's shape) and the flat `grads` of each bank hold the step's gradient. Where a rank owns one lane and one position
+    and a call is one slice, terms are written straight into `main_grad`; where a step is one call, they are summed at once and
+    no parts are kept.
+    """
+
+    def __init__(
+        self,
+        dense: Sequence[Bank],
+        experts: Sequence[Bank],
+        layout: Layout,
+        calls: Sequence[Call],
+        embedding: nn.Parameter | None = None,
+    ) -> None:
+        self.num_lanes, self.num_positions = len(layout.lanes), len(layout.positions)
+        self.one_call = len(calls) == 1
+        self.call = calls[0]
+        if not self.one_call:
+            rows = self.num_lanes * self.num_positions
+        elif layout.ep > 1:
+            rows = self.num_lanes
+        else:
+            rows = 1
+        self._dense = [bank.flat(torch.float32, rows) for bank in dense]
+        self._experts = [bank.flat(torch.float32, self.num_lanes) for bank in experts]
+        self.grads = [flat[0] for flat in self._dense + self._experts]
+        self._sinks: list[GradSink] = []
+        self._expert_parameters = [parameter for bank in experts for parameter in bank.parameters]
+        for bank, flat in zip(dense, self._dense, strict=True):
+            for parameter, view in zip(bank.parameters, bank.views(flat), strict=True):
+                parameter.grad_sink = self._sink(view)
+                parameter.main_grad = view[0]
+        for bank, flat in zip(experts, self._experts, strict=True):
+            for parameter, view in zip(bank.parameters, bank.views(flat), strict=True):
+                parameter.lane_grads = view
+                parameter.main_grad = view[0]
+        self._embedding: tuple[Tensor, Tensor] | None = None
+        if embedding is not None and hasattr(embedding, "grad_sink"):
+            apart = torch.zeros(rows, *embedding.shape, device=embedding.device)
+            embedding.embedding_sink = self._sink(apart)
+            self._embedding = (embedding.main_grad, apart)
+        self._scratch = torch.empty(0)
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        for sink in self._sinks:
+            sink.begin_step()
+        for parameter in self._expert_parameters:
+            parameter.lanes_started = [False] * self.num_lanes
+
+    def begin_call(self, call: Call) -> None:
+        self.call = call
+
+    @property
+    def num_slices(self) -> int:
+        """Slices of the current call on this rank."""
+        return len(self.call.slices)
+
+    def scratch(self, *shape: int) -> Tensor:
+        """fp32 memory for terms that are used up before the next call of this method."""
+        size = torch.Size(shape).numel()
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, device=self.grads[0].device)
+        return self._scratch[:size].view(shape)
+
+    def finish(self, exchange: Exchange | None = None) -> None:
+        """Add the parts of the step. `exchange` is needed where the layout has more than one rank."""
+        parts = list(self._dense)
+        if self._embedding is not None:
+            parts.append(self._embedding[1].flatten(1))
+        for flat in parts:
+            if not self.one_call:
+                flat = halving_tree(flat.view(self.num_lanes, self.num_positions, -1).transpose(0, 1))
+            if exchange is not None:
+                exchange.over_positions(flat)
+            part = halving_tree(flat)
+            if exchange is not None:
+                exchange.over_lanes(part)
+        if self._embedding is not None:
+            head, apart = self._embedding
+            head.add_(apart[0])
+        for flat in self._experts:
+            part = halving_tree(flat)
+            if exchange is not None:
+                exchange.over_lanes(part)
+
+    def _sink(self, rows: Tensor) -> GradSink:
+        sink = GradSink(self, rows)
+        self._sinks.append(sink)
+        return sink

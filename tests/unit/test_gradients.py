@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mok.gradients import Bank, GradStore, halving_tree
+from mok.grid import Grid, Layout
+
+GRID = Grid(lanes=4, slices=4, segment=2, slice_sequences=1, num_slices=32)
+TOKENS, ROWS, COLUMNS = 16, 32, 16
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().numpy().tobytes()
+
+
+class Meeting:
+    """Ranks as threads of one process that meet to exchange parts."""
+
+    def __init__(self, replicas: int, ep: int) -> None:
+        self.replicas, self.ep = replicas, ep
+        self.barrier = threading.Barrier(replicas * ep)
+        self.parts: dict[int, Tensor] = {}
+
+
+class Member:
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank = meeting, rank
+
+    def _meet(self, part: Tensor, ranks: list[int]) -> None:
+        self.meeting.parts[self.rank] = part.clone()
+        self.meeting.barrier.wait()
+        total = halving_tree(torch.stack([self.meeting.parts[rank] for rank in ranks]))
+        self.meeting.barrier.wait()
+        part.copy_(total)
+
+    def over_positions(self, parts_LN: Tensor) -> None:
+        first = self.rank // self.meeting.ep * self.meeting.ep
+        self._meet(parts_LN, list(range(first, first + self.meeting.ep)))
+
+    def over_lanes(self, part_N: Tensor) -> None:
+        member = self.rank % self.meeting.ep
+        self._meet(part_N, [replica * self.meeting.ep + member for replica in range(self.meeting.replicas)])
+
+
+def step(replicas: int, ep: int, slices_per_call: int, dtype: torch.dtype) -> set[bytes]:
+    """Bits of the gradients on all ranks: a weight by products, a vector by terms, an expert by its lane buffers."""
+    generator = torch.Generator().manual_seed(0)
+    dy = torch.randn(32, TOKENS, ROWS, generator=generator).to(dtype)
+    x = torch.randn(32, TOKENS, COLUMNS, generator=generator).to(dtype)
+    vectors = torch.randn(32, ROWS, generator=generator)
+    meeting = Meeting(replicas, ep)
+    found: dict[int, bytes] = {}
+
+    def run(rank: int) -> None:
+        weight, vector, expert = (nn.Parameter(torch.zeros(shape)) for shape in ((ROWS, COLUMNS), (ROWS,), (2, 16)))
+        layout = Layout(GRID, replicas, ep, rank)
+        calls = layout.calls(slices_per_call)
+        store = GradStore([Bank([weight, vector])], [Bank([expert])], layout, calls)
+        for _ in range(2):
+            store.begin_step()
+            for call in calls:
+                store.begin_call(call)
+                mine = list(call.slices)
+                weight.grad_sink.product(dy[mine].view(-1, ROWS), x[mine].view(-1, COLUMNS))
+                vector.grad_sink.add(vectors[mine])
+            for lane, lane_grad in zip(layout.lanes, expert.lane_grads, strict=True):
+                lane_grad.fill_(0.1 + lane)
+            store.finish(Member(meeting, rank) if replicas * ep > 1 else None)
+        found[rank] = bits(weight.main_grad) + bits(vector.main_grad) + bits(expert.main_grad)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(replicas * ep)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == replicas * ep
+    return set(found.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_layout_and_no_number_of_calls_shows_in_the_bits(dtype: torch.dtype) -> None:
+    expected = step(1, 1, 0, dtype)
+    assert len(expected) == 1
+    for replicas, ep, slices_per_call in [
+        (1, 1, 2),
+        (1, 1, 4),
+        (1, 2, 0),
+        (1, 2, 1),
+        (2, 1, 2),
+        (2, 2, 1),
+        (4, 4, 1),
+        (4, 1, 0),
+    ]:
+        assert step(replicas, ep, slices_per_call, dtype) == expected, (replicas, ep, slices_per_call)
+
+
+def test_one_slice_goes_straight_into_the_main_gradient() -> None:
+    weight = nn.Parameter(torch.zeros(ROWS, COLUMNS))
+    layout = Layout(Grid(1, 1, 1, 1, 1))
+    store = GradStore([Bank([weight])], [], layout, layout.calls())
+    dy, x = torch.randn(TOKENS, ROWS), torch.randn(TOKENS, COLUMNS)
+    weight.grad_sink.product(dy, x)
+    assert store._scratch.numel() == 0
+    expected = dy.double().t() @ x.double()
+    assert (weight.main_grad - expected).norm() < 1e-6 * expected.norm()
+
+
+def test_a_shared_matrix_adds_its_two_uses_after_their_trees() -> None:
+    weight = nn.Parameter(torch.zeros(16, 16))
+    grid = Grid(1, 1, 1, 1, 2)
+    results = []
+    for slices_per_call in (0, 1):
+        layout = Layout(grid)
+        calls = layout.calls(slices_per_call)
+        store = GradStore([Bank([weight])], [], layout, calls, embedding=weight)
+        for call in calls:
+            store.begin_call(call)
+            weight.grad_sink.add(torch.stack([torch.full((16, 16), 1e8 + i) for i in call.slices]))
+            weight.embedding_sink.add(torch.stack([torch.full((16, 16), 1.3 + i) for i in call.slices]))
+        store.finish()
+        results.append(bits(weight.main_grad))
+    assert results[0] == results[1]
+
+
+def test_halving_tree_order() -> None:
+    terms = torch.randn(5, 100, generator=torch.Generator().manual_seed(1))
+    a, b, c, d, e = terms.clone()
+    assert bits(halving_tree(terms)) == bits(((a + d) + c) + (b + e))
