@@ -1,0 +1,60 @@
+"""The task table: what a planner writes and what every tile kernel reads, as named columns of int32 records.
+
+A task is one output tile of one grouped GEMM. Task i of a launch runs on program i mod num_programs, in list order; a tile
+waits until two counters have reached their targets and, when its rows are stored, adds to up to two counters. Owns the numbers
+of kinds, columns, counters and tile sides, and nothing else: the planner (`mok.launch.plan`) fills the table, the kernels
+(`mok.kernels.mega`, `mok.kernels.staged`) walk it.
+
+| kind | rows of A | B | result | waits for | signals |
+|---|---|---|---|---|---|
+| GATE_UP | x_rows | gate, up | h_rows, gate_rows, up_rows | X_IN of its blocks | HIDDEN |
+| DOWN | h_rows | down | y_rows | HIDDEN | GROUP, TOTAL |
+| DH | dy_rows | down^T | wh_rows, dgate_rows, dup_rows, partial sums | DY_IN of its blocks | DHIDDEN, DHIDDEN_OF_EXPERT |
+| DX | dgate_rows, dup_rows | gate^T, up^T | dx_rows | DHIDDEN | TOTAL |
+| DW_GATE_UP | dgate_rows^T or dup_rows^T | x_rows | gradient of gate, up | DHIDDEN_OF_EXPERT, X_IN_OF_EXPERT | none |
+| DW_DOWN | dy_rows^T | wh_rows | gradient of down | DHIDDEN_OF_EXPERT | none |
+
+Counters of one launch, with B = blocks that fit in the row buffers and L = local experts:
+forward TOTAL | X_IN[B] | HIDDEN[B] | GROUP[B];
+backward TOTAL | DY_IN[B] | DHIDDEN[B] | DHIDDEN_OF_EXPERT[L] | X_IN_OF_EXPERT[L].
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+ROW_BLOCK = tl.constexpr(64)  # rows; every expert starts on a multiple
+TILE_M = tl.constexpr(128)  # rows of an output tile: two blocks
+TILE_N = tl.constexpr(256)  # columns of an output tile (GATE_UP: 128 of gate beside 128 of up)
+TILE_C = tl.constexpr(64)  # contraction elements per step
+DW_RUN = tl.constexpr(16)  # output-row tiles of a weight gradient that are walked together
+
+GATE_UP = tl.constexpr(0)
+DOWN = tl.constexpr(1)
+DH = tl.constexpr(2)
+DX = tl.constexpr(3)
+DW_GATE_UP = tl.constexpr(4)
+DW_DOWN = tl.constexpr(5)
+
+KIND = tl.constexpr(0)
+EXPERT = tl.constexpr(1)
+ROW = tl.constexpr(2)
+M = tl.constexpr(3)
+N = tl.constexpr(4)
+STEPS = tl.constexpr(5)
+HALF = tl.constexpr(6)
+WAIT0 = tl.constexpr(7)
+WAIT0_TARGET = tl.constexpr(8)
+WAIT1 = tl.constexpr(9)
+WAIT1_TARGET = tl.constexpr(10)
+SIGNAL0 = tl.constexpr(11)
+SIGNAL1 = tl.constexpr(12)
+PART = tl.constexpr(13)
+DTYPE = tl.constexpr(14)
+SCALE = tl.constexpr(15)
+FIELDS = tl.constexpr(16)
+
+SIZE_ROWS = tl.constexpr(0)
+SIZE_FORWARD_TASKS = tl.constexpr(1)
+SIZE_BACKWARD_TASKS = tl.constexpr(2)
+SIZE_GROUPS = tl.constexpr(3)
