@@ -130,7 +130,7 @@ def resolve(name_or_path: str, overrides: Sequence[str] = (), *, seed: int | Non
     recipe = _build(values)
     for name, what, fix in recipe.problems():
         # A rule that compares with a refused value would only repeat that refusal in other words.
-        if not any(other == name or other in what for other in bad):
+        if bad.isdisjoint({name, *re.findall(r"[\w.]+", what)}):
             where = chosen[name].where if name in chosen else f"{path} {name} (default)"
             problems.append(Problem(where, what, fix))
     if problems:

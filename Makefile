@@ -1,0 +1,57 @@
+# Everything runs in .venv, which `make install` creates and leaves alone while its inputs do not change.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+BIN := .venv/bin
+PYTHON ?= $(shell for candidate in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$candidate -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$candidate && break; done)
+
+.PHONY: help
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+.PHONY: install
+install: .venv/installed  ## Create .venv with mok and every tool used here (quick when nothing changed)
+
+.venv/installed: pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "mok needs Python 3.11 or newer, and python3 here is $$(python3 --version 2>&1). Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; \
+		exit 1; \
+	fi
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+.PHONY: train
+train: install  ## Train the toy recipe on the CPU: two minutes on two cores
+	$(BIN)/mok train toy
+
+.PHONY: test
+test: install  ## Run every test that this machine can run
+	$(BIN)/python -m pytest -q
+
+.PHONY: lint
+lint: install  ## Check style, types and the direction of imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: bench
+bench: install  ## Compare training speed with a plain Hugging Face loop
+	$(BIN)/mok bench train --shape toy --against hf
+
+.PHONY: test-gpu
+test-gpu: install  ## Run the tests that need a CUDA device
+	$(BIN)/python -m pytest -q -m gpu
+
+.PHONY: test-interop
+test-interop: install  ## Run the comparisons with other libraries
+	$(BIN)/python -m pytest -q -m interop
+
+.PHONY: test-triton
+test-triton: install  ## Compile every kernel for each GPU generation and run the kernel tests
+	$(BIN)/python -m pytest -q tests/kernels
+
+.PHONY: soak
+soak: install  ## Run the long repetitions: minutes to hours
+	$(BIN)/python -m pytest -q -m soak
