@@ -1,0 +1,184 @@
+"""Sizes, operations and bytes, derived from a recipe or from the letters of one MoE layer.
+
+Owns arithmetic only: it allocates nothing, measures nothing and imports no torch, so that a run can be priced on any
+machine. The letters: T tokens of a rank, H hidden width, I width of one expert, E experts, K experts per token, R ranks
+that share the experts, V vocabulary, A attention heads, D head width, S sequence length. Read next: `mok/config.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from mok.config import Recipe
+
+__all__ = [
+    "DTYPE_BYTES",
+    "LAYER_SHAPES",
+    "LayerShape",
+    "active_parameters",
+    "checkpoint_bytes",
+    "exchange_bytes",
+    "flops_per_token",
+    "layer_shape",
+    "parameters",
+    "rank_bytes",
+    "vocabulary",
+]
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """One MoE layer: hidden width H, expert width I, experts E, experts per token K.
+
+    shared_size: width of all shared experts together, 0 for none.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    top_k: int
+    shared_size: int = 0
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all routed experts: gate, up and down of each."""
+        return 3 * self.num_experts * self.hidden_size * self.intermediate_size
+
+    @property
+    def shared_parameters(self) -> int:
+        return 3 * self.hidden_size * self.shared_size
+
+    def flops(self, tokens: int) -> int:
+        """Operations of one forward over `tokens` tokens, experts only; the backward takes twice as many."""
+        return 2 * tokens * 3 * self.hidden_size * (self.top_k * self.intermediate_size + self.shared_size)
+
+
+LAYER_SHAPES = {
+    "toy": LayerShape(128, 128, 8, 2),
+    "olmoe-1b-7b": LayerShape(2048, 1024, 64, 8),
+    "qwen3-30b-a3b": LayerShape(2048, 768, 128, 8),
+    "mixtral-8x7b": LayerShape(4096, 14336, 8, 2),
+    "qwen3.5-397b-a17b": LayerShape(4096, 1024, 512, 10, shared_size=1024),
+    "glm-5.2": LayerShape(6144, 2048, 256, 8, shared_size=2048),
+    "deepseek-v3": LayerShape(7168, 2048, 256, 8, shared_size=2048),
+    "kimi-k2.7": LayerShape(7168, 2048, 384, 8, shared_size=2048),
+    "deepseek-v4-pro": LayerShape(7168, 3072, 384, 6, shared_size=3072),
+}
+"""The MoE layers of well-known models, for `--shape`; their shared expert is as wide as a routed one."""
+
+
+def layer_shape(recipe: Recipe) -> LayerShape:
+    """The MoE layer of `recipe`."""
+    moe = recipe.moe
+    shared_size = moe.num_shared_experts * (moe.shared_intermediate_size or moe.intermediate_size)
+    return LayerShape(recipe.model.hidden_size, moe.intermediate_size, moe.num_experts, moe.top_k, shared_size)
+
+
+def vocabulary(recipe: Recipe) -> int:
+    """Rows V of the embedding, as far as a recipe tells without its data; a trained tokenizer may come out smaller."""
+    tokenizer = recipe.data.tokenizer
+    if recipe.model.vocab_size:
+        return recipe.model.vocab_size
+    if tokenizer == "bytes":
+        return 257  # every byte and the end of a document
+    if tokenizer.startswith("bpe:"):
+        return int(tokenizer.removeprefix("bpe:"))
+    contents = json.loads(Path(tokenizer).read_text(encoding="utf-8"))
+    ids = [*contents["model"]["vocab"].values(), *(token["id"] for token in contents.get("added_tokens", []))]
+    return max(ids) + 1
+
+
+def parameters(recipe: Recipe, vocab_size: int) -> dict[str, int]:
+    """Trained parameters by kind."""
+    model, shape = recipe.model, layer_shape(recipe)
+    width, layers = model.hidden_size, model.num_layers
+    moe_layers = layers - model.num_dense_layers
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = width * (queries + 2 * keys) + queries * width + (queries + 2 * keys if model.attention_bias else 0)
+    qk_norm = {"none": 0, "head": 2 * model.head_dim, "full": queries + keys}[model.qk_norm]
+    return {
+        "embedding": vocab_size * width,
+        "attention": layers * attention,
+        "norms": layers * (2 * width + qk_norm) + width,
+        "dense": model.num_dense_layers * 3 * width * model.dense_intermediate_size,
+        "router": moe_layers * shape.num_experts * width,
+        "experts": moe_layers * shape.expert_parameters,
+        "shared experts": moe_layers * (shape.shared_parameters + (width if recipe.moe.shared_gate else 0)),
+        "head": 0 if model.tie_embeddings else vocab_size * width,
+    }
+
+
+def active_parameters(recipe: Recipe, vocab_size: int) -> int:
+    """Parameters that one token uses: everything but the experts it is not sent to."""
+    counts = parameters(recipe, vocab_size)
+    idle = counts["experts"] * (recipe.moe.num_experts - recipe.moe.top_k) // recipe.moe.num_experts
+    return sum(counts.values()) - idle
+
+
+def flops_per_token(recipe: Recipe, vocab_size: int) -> int:
+    """Operations of forward and backward for one token of a full sequence, nothing counted twice for recomputation.
+
+    Two per matrix parameter in the forward, and for causal attention two products over (S + 1) / 2 positions on average;
+    the backward takes twice the forward.
+    """
+    counts, model = parameters(recipe, vocab_size), recipe.model
+    # Looking up an embedding multiplies nothing, but a tied head does; norms are not matrices.
+    matrices = active_parameters(recipe, vocab_size) - counts["norms"] - (0 if model.tie_embeddings else counts["embedding"])
+    attention = model.num_layers * 2 * model.num_heads * model.head_dim * (recipe.train.sequence_length + 1)
+    return 3 * (2 * matrices + attention)
+
+
+def exchange_bytes(recipe: Recipe, tokens: int, ep: int) -> int:
+    """Bytes that one rank sends in one MoE layer per step, forward and backward, for `tokens` tokens of its own.
+
+    A row of H values goes out and comes back for each route to another rank, and so do the gradients; routes are taken to
+    be spread evenly.
+    """
+    row_bytes = recipe.model.hidden_size * DTYPE_BYTES[recipe.train.dtype]
+    return tokens * recipe.moe.top_k * (ep - 1) // ep * row_bytes * 4
+
+
+def rank_bytes(recipe: Recipe, vocab_size: int, *, ep: int, lanes: int, positions: int, tokens: int) -> dict[str, int]:
+    """Bytes that one rank holds, by kind; only "activations" is an estimate.
+
+    ep: ranks R that share the experts. lanes, positions: cells of the step's grid that the rank owns; each has its own sum
+    of dense gradients, each lane one of expert gradients. tokens: tokens of the rank in one call.
+    """
+    counts = parameters(recipe, vocab_size)
+    experts = counts["experts"] // ep
+    dense = sum(counts.values()) - counts["experts"]
+    held = dense + experts
+    low_precision = recipe.train.dtype != "fp32"
+    return {
+        "weights": held * DTYPE_BYTES[recipe.train.dtype],
+        "master weights": held * 4 if low_precision else 0,
+        "moments": held * 2 * DTYPE_BYTES[recipe.optim.moment_dtype],
+        "gradients": 4 * (dense * lanes * positions + experts * lanes),
+        "activations": _activation_bytes(recipe, vocab_size, tokens),
+    }
+
+
+def checkpoint_bytes(recipe: Recipe, vocab_size: int) -> int:
+    """Bytes of one checkpoint: weights, master weights and moments of the whole model."""
+    sizes = rank_bytes(recipe, vocab_size, ep=1, lanes=1, positions=1, tokens=0)
+    return sizes["weights"] + sizes["master weights"] + sizes["moments"]
+
+
+def _activation_bytes(recipe: Recipe, vocab_size: int, tokens: int) -> int:
+    """An estimate of what a call keeps for its backward, the logits of the loss included."""
+    model, moe, shape = recipe.model, recipe.moe, layer_shape(recipe)
+    values_per_token = {
+        "attention": 4 * model.hidden_size + (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
+        "none": moe.top_k * (2 * shape.hidden_size + 3 * shape.intermediate_size) + 3 * shape.shared_size,
+        "activations": moe.top_k * (2 * shape.hidden_size + 2 * shape.intermediate_size) + 2 * shape.shared_size,
+        "all": 0,
+    }
+    a_layer = values_per_token["attention"] + values_per_token[moe.recompute]
+    layers = (
+        model.num_layers * model.hidden_size + a_layer if recipe.train.recompute == "blocks" else model.num_layers * a_layer
+    )
+    return tokens * (layers * DTYPE_BYTES[recipe.train.dtype] + vocab_size * 4)
