@@ -177,8 +177,9 @@ def _activation_bytes(recipe: Recipe, vocab_size: int, tokens: int) -> int:
         "activations": moe.top_k * (2 * shape.hidden_size + 2 * shape.intermediate_size) + 2 * shape.shared_size,
         "all": 0,
     }
-    a_layer = values_per_token["attention"] + values_per_token[moe.recompute]
-    layers = (
-        model.num_layers * model.hidden_size + a_layer if recipe.train.recompute == "blocks" else model.num_layers * a_layer
-    )
-    return tokens * (layers * DTYPE_BYTES[recipe.train.dtype] + vocab_size * 4)
+    per_layer = values_per_token["attention"] + values_per_token[moe.recompute]
+    if recipe.train.recompute == "blocks":  # each block keeps its input, and one at a time is computed again
+        values = model.num_layers * model.hidden_size + per_layer
+    else:
+        values = model.num_layers * per_layer
+    return tokens * (values * DTYPE_BYTES[recipe.train.dtype] + vocab_size * 4)
