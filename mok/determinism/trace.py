@@ -1,0 +1,171 @@
+"""What a run computed, step by step, as digests: written by each rank, merged over ranks, searched for the first divergence.
+
+A training step calls `Recorder.see(phase, name, tensor)` at the places that `PHASES` lists; a run without a recorder has none
+of these calls. A name says what a tensor is in the whole run, never where it was computed: a slice by its place in the step,
+a weight by its Hugging Face name. So traces of one recipe on different layouts hold the same names, and one tensor recorded
+by several ranks must have one digest. Read next: `mok/determinism/compare.py` and `mok/determinism/axes.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from mok.determinism.digest import Digester
+
+__all__ = ["PHASES", "Divergence", "Key", "Recorder", "Trace", "first_divergence", "read_trace"]
+
+PHASES = ("data", "router", "forward", "backward", "reduce", "optimizer")
+"""In the order of a step. data: token ids, targets, random state. router: expert ids, counts. forward: activations, loss.
+backward: gradients before ranks exchange them (library call only). reduce: gradients, their norm. optimizer: weights, state."""
+
+CONFLICT = "ranks disagree"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One tensor at one moment: step counts from 1, phase is one of `PHASES`."""
+
+    step: int
+    phase: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.phase}, {self.name}"
+
+
+@dataclass
+class Trace:
+    """Digests of one run over all its ranks; `records` keeps the order in which tensors were seen."""
+
+    records: dict[Key, str] = field(default_factory=dict)
+    num_bytes: int = 0
+
+    @property
+    def num_steps(self) -> int:
+        return len({key.step for key in self.records})
+
+    def add(self, key: Key, digest: str) -> None:
+        """A second rank's digest of the same tensor must agree; where it does not, the trace keeps `CONFLICT`."""
+        known = self.records.setdefault(key, digest)
+        if known != digest:
+            self.records[key] = CONFLICT
+
+    def in_order(self) -> list[Key]:
+        """Step by step and phase by phase, within a phase as seen."""
+        order = {phase: i for i, phase in enumerate(PHASES)}
+        return sorted(self.records, key=lambda key: (key.step, order[key.phase]))
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first tensor that two traces do not share. kind: "digest", "missing" (in one of them) or "ranks" (of one run)."""
+
+    key: Key
+    kind: str
+    digests: tuple[str, str]
+
+    def __str__(self) -> str:
+        reasons = {"digest": "the bytes differ", "missing": "only one run has it", "ranks": "ranks of one run disagree"}
+        return f"{self.key}: {reasons[self.kind]}"
+
+
+def first_divergence(left: Trace, right: Trace) -> Divergence | None:
+    """The earliest difference in the order of `left`; a step that only one of them reached is a difference too."""
+    merged = Trace(dict.fromkeys([*left.records, *right.records], ""))
+    for key in merged.in_order():
+        digests = left.records.get(key, ""), right.records.get(key, "")
+        if CONFLICT in digests:
+            return Divergence(key, "ranks", digests)
+        if "" in digests:
+            return Divergence(key, "missing", digests)
+        if digests[0] != digests[1]:
+            return Divergence(key, "digest", digests)
+    return None
+
+
+class Recorder:
+    """Records one rank's tensors. Costs one digest per tensor; nothing on a GPU is waited for before the end of a step.
+
+    sink: text file that gets one JSON line per step, or None to keep nothing.
+    watchers: called as watcher(key, tensor) before the digest is taken. One may change the tensor in place: that is how a
+        fault is planted where it is also recorded.
+    activations: whether `see` is wanted for the output of every block, see `wants_activations`.
+    """
+
+    def __init__(
+        self,
+        sink: IO[str] | None = None,
+        *,
+        rank: int = 0,
+        activations: bool = False,
+        watchers: Iterable[Callable[[Key, torch.Tensor], None]] = (),
+    ) -> None:
+        self.trace = Trace()
+        self.wants_activations = activations
+        self._sink, self._rank, self._watchers = sink, rank, tuple(watchers)
+        self._digester = Digester()
+        self._keys: dict[str, Key] = {}
+        self.step = 0
+
+    def begin(self, step: int) -> None:
+        """The tensors that follow belong to `step`."""
+        self.step = step
+
+    @torch.no_grad()
+    def see(self, phase: str, name: str, tensor: torch.Tensor) -> None:
+        """Record what `tensor` holds now."""
+        if phase not in PHASES:
+            raise ValueError(f"phase {phase!r}: must be one of {', '.join(PHASES)}")
+        key = Key(self.step, phase, name)
+        for watcher in self._watchers:
+            watcher(key, tensor)
+        label = f"{phase}/{name}"
+        self._digester.add(label, tensor)
+        self._keys[label] = key
+
+    def end(self) -> None:
+        """Close the step: collect its digests and write them."""
+        digests = self._digester.finish()
+        for label, key in self._keys.items():
+            self.trace.add(key, digests[label])
+        self.trace.num_bytes, num_bytes = self._digester.num_bytes, self._digester.num_bytes - self.trace.num_bytes
+        if self._sink is not None:
+            by_phase: dict[str, dict[str, str]] = {}
+            for label, key in self._keys.items():
+                by_phase.setdefault(key.phase, {})[key.name] = digests[label]
+            line = {"step": self.step, "rank": self._rank, "bytes": num_bytes, "digests": by_phase}
+            self._sink.write(json.dumps(line) + "\n")
+            self._sink.flush()
+        self._keys = {}
+
+
+def read_trace(folder: Path) -> Trace:
+    """All `rank_*.jsonl` files of a trace folder, merged. Of a step written twice (a kill between), the later counts.
+
+    Raises FileNotFoundError if there are none. A last line cut off by a kill is dropped.
+    """
+    paths = sorted(folder.glob("rank_*.jsonl"))
+    if not paths:
+        raise FileNotFoundError(f"{folder}: no trace files rank_*.jsonl")
+    trace = Trace()
+    for path in paths:
+        latest = {line["step"]: line for line in lines_of(path)}
+        for line in latest.values():
+            trace.num_bytes += line["bytes"]
+            for phase, digests in line["digests"].items():
+                for name, digest in digests.items():
+                    trace.add(Key(line["step"], phase, name), digest)
+    return trace
+
+
+def lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open() as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)
