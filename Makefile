@@ -17,8 +17,9 @@ install: .venv/installed  ## Create .venv with mok and every tool used here (qui
 		echo "mok needs Python 3.11 or newer, and python3 here is $$(python3 --version 2>&1). Install one, or name it: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS)"; \
 		exit 1; \
 	fi
-	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@echo "Installing mok and the tools to test it into .venv: a few minutes the first time."
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 .PHONY: train

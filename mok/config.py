@@ -303,6 +303,15 @@ class Recipe:
                         "change batch_size or the grid in [distributed]",
                     )
                 )
+        kind, _, size = self.data.tokenizer.partition(":")
+        if kind == "bpe" and not (size.isascii() and size.isdigit() and int(size) >= 257):
+            found.append(
+                (
+                    "data.tokenizer",
+                    f'"{self.data.tokenizer}" has no size of at least 257: 256 bytes and the end of a document',
+                    "write for example bpe:512",
+                )
+            )
         if moe.shared_gate and not moe.num_shared_experts:
             found.append(("moe.shared_gate", "is set but moe.num_shared_experts is 0", "set num_shared_experts"))
         return found

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mok.config import Recipe
+from mok.errors import UsageError
 
 __all__ = [
     "DTYPE_BYTES",
@@ -32,7 +33,7 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2}
 
 @dataclass(frozen=True)
 class LayerShape:
-    """One MoE layer: hidden width H, expert width I, experts E, experts per token K.
+    """One MoE layer: hidden width H, expert width I, experts E, experts per token K, ranks R that share the experts.
 
     shared_size: width of all shared experts together, 0 for none.
     """
@@ -41,6 +42,7 @@ class LayerShape:
     intermediate_size: int
     num_experts: int
     top_k: int
+    ranks: int = 1
     shared_size: int = 0
 
     @property
@@ -79,7 +81,10 @@ def layer_shape(recipe: Recipe) -> LayerShape:
 
 
 def vocabulary(recipe: Recipe) -> int:
-    """Rows V of the embedding, as far as a recipe tells without its data; a trained tokenizer may come out smaller."""
+    """Rows V of the embedding, as far as a recipe tells without its data; a trained tokenizer may come out smaller.
+
+    Raises UsageError where `data.tokenizer` names a file that is no tokenizer.
+    """
     tokenizer = recipe.data.tokenizer
     if recipe.model.vocab_size:
         return recipe.model.vocab_size
@@ -87,9 +92,14 @@ def vocabulary(recipe: Recipe) -> int:
         return 257  # every byte and the end of a document
     if tokenizer.startswith("bpe:"):
         return int(tokenizer.removeprefix("bpe:"))
-    contents = json.loads(Path(tokenizer).read_text(encoding="utf-8"))
-    ids = [*contents["model"]["vocab"].values(), *(token["id"] for token in contents.get("added_tokens", []))]
-    return max(ids) + 1
+    try:
+        contents = json.loads(Path(tokenizer).read_text(encoding="utf-8"))
+        ids = [*contents["model"]["vocab"].values(), *(token["id"] for token in contents.get("added_tokens", []))]
+        return max(ids) + 1
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise UsageError(
+            f'data.tokenizer = "{tokenizer}": is no readable tokenizer.json ({error}); use bytes, bpe:SIZE or such a file'
+        ) from None
 
 
 def parameters(recipe: Recipe, vocab_size: int) -> dict[str, int]:

@@ -66,14 +66,18 @@ def copy(name: str, folder: str, output: Output) -> None:
     output.report({"path": str(target)})
 
 
-@recipes.command(epilog=examples("mok recipes check toy", "mok recipes check mine.toml --set train.steps=50"))
+@recipes.command(epilog=examples("mok recipes check toy", "mok recipes check mine.toml --world-size 8"))
 @click.argument("path")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key.")
+@click.option("--world-size", type=click.IntRange(min=1), metavar="N", help="Price the run on N ranks.")
 @json_option
-def check(path: str, overrides: tuple[str, ...], output: Output) -> None:
-    """Check the recipe at PATH, with every mistake reported at once."""
+def check(path: str, overrides: tuple[str, ...], world_size: int | None, output: Output) -> None:
+    """Check the recipe at PATH and say what a run of it takes.
+
+    Every mistake is reported at once. Needs no GPU and no data.
+    """
     from mok.recipe import resolve
+    from mok_cli.dry_run import price, show_price
 
     resolved = resolve(path, overrides)
-    output.line(f"{resolved.path}: fine")
-    output.report({"path": str(resolved.path)})
+    show_price(resolved, price(resolved.recipe, world_size), output)

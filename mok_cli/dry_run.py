@@ -1,0 +1,171 @@
+"""What a run would take, from its recipe alone: no GPU, no data, no torch, for any number of ranks.
+
+Owns the report of `mok train --dry-run` and of `mok recipes check`. The arithmetic is `mok.shapes`'s, the mapping of ranks
+`mok.grid`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from mok import shapes
+from mok.config import Recipe
+from mok.errors import UsageError
+from mok.grid import Grid, Layout
+from mok.recipe import Resolved
+from mok_cli.output import Output
+
+__all__ = ["Price", "price", "show_price"]
+
+RUN_FILES = ("recipe.toml", "environment.json", "metrics.jsonl", "train.log", "samples.jsonl")
+"""What a run folder holds besides checkpoints."""
+
+
+@dataclass(frozen=True)
+class Price:
+    """One run, priced. Bytes are per rank where not said otherwise.
+
+    parameters: trained parameters by kind. active_parameters: those one token uses. rank_bytes: by kind, activations
+    estimated. flops_per_token: forward and backward. exchange_bytes: sent by one rank per MoE layer and step.
+    checkpoint_steps: after which steps one is written. checkpoints_kept: how many stay.
+    """
+
+    recipe: Recipe
+    layout: Layout
+    vocab_size: int
+    parameters: dict[str, int]
+    active_parameters: int
+    rank_bytes: dict[str, int]
+    flops_per_token: int
+    tokens_per_step: int
+    exchange_bytes: int
+    checkpoint_bytes: int
+    checkpoint_steps: list[int]
+    checkpoints_kept: int
+
+
+def price(recipe: Recipe, world_size: int | None = None) -> Price:
+    """Price `recipe` on `world_size` ranks; by default on one expert-parallel group.
+
+    Raises UsageError where the ranks do not fit the recipe.
+    """
+    ep, replicas = _ranks(recipe, world_size)
+    layout = Layout(Grid.of(recipe, replicas, ep), replicas, ep)
+    vocab_size = shapes.vocabulary(recipe)
+    steps, every = recipe.train.steps, recipe.checkpoint.every
+    saved = sorted({*(range(every, steps + 1, every) if every else ()), steps})
+    sequence = recipe.train.sequence_length
+    return Price(
+        recipe=recipe,
+        layout=layout,
+        vocab_size=vocab_size,
+        parameters=shapes.parameters(recipe, vocab_size),
+        active_parameters=shapes.active_parameters(recipe, vocab_size),
+        rank_bytes=shapes.rank_bytes(
+            recipe,
+            vocab_size,
+            ep=ep,
+            lanes=len(layout.lanes),
+            positions=len(layout.positions),
+            tokens=_slices_per_call(layout) * layout.grid.slice_sequences * sequence,
+        ),
+        flops_per_token=shapes.flops_per_token(recipe, vocab_size),
+        tokens_per_step=recipe.train.batch_size * sequence,
+        exchange_bytes=shapes.exchange_bytes(recipe, len(layout.slices) * layout.grid.slice_sequences * sequence, ep),
+        checkpoint_bytes=shapes.checkpoint_bytes(recipe, vocab_size),
+        checkpoint_steps=saved,
+        checkpoints_kept=min(len(saved), recipe.checkpoint.keep_last or len(saved)),
+    )
+
+
+def show_price(resolved: Resolved, price: Price, output: Output) -> None:
+    """Print `price` for people and report it as JSON."""
+    layout, grid, recipe = price.layout, price.layout.grid, price.recipe
+    ranks = f"{_plural(layout.world_size, 'rank')}: {_plural(layout.replicas, 'replica')} of {layout.ep} expert-parallel"
+    cells = f"{_plural(grid.lanes, 'lane')} x {_plural(grid.slices, 'position')}, segments of {grid.segment}"
+    slices = f"{_plural(grid.num_slices, 'slice')} of {grid.slice_sequences} x {recipe.train.sequence_length} tokens"
+    last, written = price.checkpoint_steps[-1], len(price.checkpoint_steps)
+    saved = f"{_bytes(price.checkpoint_bytes)}; {written} written, {price.checkpoints_kept} kept"
+    for label, text in [
+        ("recipe", f"{resolved.name} ({resolved.path})"),
+        ("ranks", ranks),
+        ("grid of a step", cells),
+        ("", slices),
+        ("tokens per step", f"{price.tokens_per_step:,}; {price.tokens_per_step * recipe.train.steps:,} in all"),
+        ("parameters", f"{sum(price.parameters.values()):,}; {price.active_parameters:,} active per token"),
+        *((f"  {kind}", f"{count:,}") for kind, count in price.parameters.items() if count),
+        ("experts", f"{recipe.moe.num_experts} in a layer, {recipe.moe.num_experts // layout.ep} on a rank"),
+        ("bytes per rank", f"{_bytes(sum(price.rank_bytes.values()))}, activations estimated"),
+        *((f"  {kind}", _bytes(size)) for kind, size in price.rank_bytes.items() if size),
+        ("FLOPs per token", f"{price.flops_per_token:,}, forward and backward"),
+        ("exchange", f"{_bytes(price.exchange_bytes)} sent by a rank per MoE layer and step"),
+        ("files", " ".join(RUN_FILES[:3])),
+        ("", " ".join(RUN_FILES[3:])),
+        ("", f"checkpoints/step_{last:06d}: {saved}"),
+    ]:
+        output.line(f"{label:<17} {text}".rstrip())
+    output.report(_as_json(resolved, price))
+
+
+def _ranks(recipe: Recipe, world_size: int | None) -> tuple[int, int]:
+    """(ranks of a group, replicas) on `world_size` ranks."""
+    ep = recipe.moe.ep
+    if not isinstance(ep, int):  # "auto": the largest group that shares the experts evenly
+        ep = math.gcd(recipe.moe.num_experts, world_size or 1)
+    world_size = world_size or ep
+    if world_size % ep:
+        raise UsageError(
+            f"--world-size {world_size}: moe.ep = {ep} ranks share the experts, so the ranks must be a multiple of {ep}; "
+            f"use {-(-world_size // ep) * ep}, or another moe.ep"
+        )
+    return ep, world_size // ep
+
+
+def _slices_per_call(layout: Layout) -> int:
+    """The fewest slices of a rank that one call can hold: whole segments, the same number for every rank of the group."""
+    return math.lcm(layout.grid.segment, layout.ep) // layout.ep
+
+
+def _as_json(resolved: Resolved, price: Price) -> dict[str, Any]:
+    layout, grid = price.layout, price.layout.grid
+    return {
+        "recipe": resolved.name,
+        "path": str(resolved.path),
+        "world_size": layout.world_size,
+        "replicas": layout.replicas,
+        "ep": layout.ep,
+        "grid": {
+            "lanes": grid.lanes,
+            "slices": grid.slices,
+            "segment": grid.segment,
+            "num_slices": grid.num_slices,
+            "slice_sequences": grid.slice_sequences,
+        },
+        "vocab_size": price.vocab_size,
+        "parameters": {**price.parameters, "total": sum(price.parameters.values()), "active": price.active_parameters},
+        "bytes_per_rank": {**price.rank_bytes, "total": sum(price.rank_bytes.values())},
+        "flops_per_token": price.flops_per_token,
+        "tokens_per_step": price.tokens_per_step,
+        "exchange_bytes_per_layer": price.exchange_bytes,
+        "files": {
+            "names": list(RUN_FILES),
+            "checkpoint_bytes": price.checkpoint_bytes,
+            "checkpoint_steps": price.checkpoint_steps,
+            "checkpoints_kept": price.checkpoints_kept,
+        },
+    }
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _bytes(count: int) -> str:
+    """A size for people: 1023 B, 5.6 MiB."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
