@@ -32,7 +32,7 @@ def test_fewer_ranks_than_lanes_pay_with_gradient_memory():
 
 def test_a_group_of_the_recipe_is_the_default_world():
     assert price(load("toy", ["moe.ep=4"])).layout.world_size == 4
-    assert price(load("toy", ["moe.ep=auto"]), 6).layout.ep == 2
+    assert price(load("toy", ["moe.ep=auto", "train.batch_size=12"]), 6).layout.ep == 2
     assert price(load("toy", ["moe.ep=auto"])).layout.world_size == 1
 
 
@@ -45,7 +45,7 @@ def test_a_group_of_the_recipe_is_the_default_world():
             "moe.ep = 3 ranks share the experts, so the ranks must be a multiple of 3; use 6",
         ),
         (["train.batch_size=10"], 4, "train.batch_size = 10 does not fill a grid of 4 lanes"),
-        (["distributed.lanes=6"], 2, "the quotient must be a power of two"),
+        (["distributed.lanes=6", "train.batch_size=12"], 2, "the quotient must be a power of two"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused_with_the_numbers(overrides, world_size, words):
