@@ -77,7 +77,7 @@ def layer_shape(recipe: Recipe) -> LayerShape:
     """The MoE layer of `recipe`."""
     moe = recipe.moe
     shared_size = moe.num_shared_experts * (moe.shared_intermediate_size or moe.intermediate_size)
-    return LayerShape(recipe.model.hidden_size, moe.intermediate_size, moe.num_experts, moe.top_k, shared_size)
+    return LayerShape(recipe.model.hidden_size, moe.intermediate_size, moe.num_experts, moe.top_k, shared_size=shared_size)
 
 
 def vocabulary(recipe: Recipe) -> int:
