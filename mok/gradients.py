@@ -92,6 +92,11 @@ class Bank:
         ]
 
 
+def _hang(parameter: nn.Parameter, **attributes: object) -> None:
+    for name, value in attributes.items():
+        setattr(parameter, name, value)
+
+
 class GradSink:
     """Takes the gradient terms of one use of one dense parameter, one term per slice of the call, in call order."""
 
@@ -115,6 +120,10 @@ class GradSink:
         if not dy_TN.is_cuda:
             torch.bmm(dy_CsN.float().transpose(1, 2), x_CsK.float(), out=terms)
         self.add(terms)
+
+    def column_sums(self, dy_TN: Tensor) -> None:
+        """Add the sum of `dy` over the tokens of each slice: the gradient [N] of a bias or of a norm's weight."""
+        self.add(dy_TN.view(self._store.num_slices, -1, dy_TN.shape[-1]).sum(1, dtype=torch.float32))
 
     def add(self, terms: Tensor) -> None:
         """Add `terms` [slices, *shape], fp32, which are destroyed."""
@@ -190,17 +199,15 @@ class GradStore:
         self._expert_parameters = [parameter for bank in experts for parameter in bank.parameters]
         for bank, flat in zip(dense, self._dense, strict=True):
             for parameter, view in zip(bank.parameters, bank.views(flat), strict=True):
-                parameter.grad_sink = self._sink(view)
-                parameter.main_grad = view[0]
+                _hang(parameter, grad_sink=self._sink(view), main_grad=view[0])
         for bank, flat in zip(experts, self._experts, strict=True):
             for parameter, view in zip(bank.parameters, bank.views(flat), strict=True):
-                parameter.lane_grads = view
-                parameter.main_grad = view[0]
+                _hang(parameter, lane_grads=view, main_grad=view[0])
         self._embedding: tuple[Tensor, Tensor] | None = None
         if embedding is not None and hasattr(embedding, "grad_sink"):
             apart = torch.zeros(rows, *embedding.shape, device=embedding.device)
-            embedding.embedding_sink = self._sink(apart)
-            self._embedding = (embedding.main_grad, apart)
+            _hang(embedding, embedding_sink=self._sink(apart))
+            self._embedding = (self._main_grad_of(dense, embedding), apart)
         self._scratch = torch.empty(0)
         self.begin_step()
 
@@ -208,7 +215,7 @@ class GradStore:
         for sink in self._sinks:
             sink.begin_step()
         for parameter in self._expert_parameters:
-            parameter.lanes_started = [False] * self.num_lanes
+            _hang(parameter, lanes_started=[False] * self.num_lanes)
 
     def begin_call(self, call: Call) -> None:
         self.call = call
@@ -245,6 +252,13 @@ class GradStore:
             part = halving_tree(flat)
             if exchange is not None:
                 exchange.over_lanes(part)
+
+    def _main_grad_of(self, banks: Sequence[Bank], parameter: nn.Parameter) -> Tensor:
+        for bank, grads in zip(banks, self.grads, strict=False):
+            for candidate, view in zip(bank.parameters, bank.views(grads), strict=True):
+                if candidate is parameter:
+                    return view
+        raise ValueError("the embedding is in none of the dense banks")
 
     def _sink(self, rows: Tensor) -> GradSink:
         sink = GradSink(self, rows)

@@ -1,0 +1,261 @@
+"""Checkpoints: complete or absent, verified on load, never overwritten.
+
+Owns the checkpoint folder of a run: writing beside and renaming, the `latest` pointer, keeping the last few, checksums, and the
+errors a user reads when something is wrong. The tensors of a checkpoint have the project's one name each (docs/numerics.md), so
+any layout can read what another wrote. The state itself (weights, moments, counters) is `mok/train/state.py`.
+
+    checkpoints/step_000100/    torch.distributed.checkpoint in safetensors files (no pickle anywhere), and
+                 manifest.json  step, state_sha256, one SHA-256, dtype and shape per tensor, the resolved recipe, counters
+    checkpoints/latest          the name of the newest complete folder
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from mok.errors import CheckpointError
+
+__all__ = [
+    "FORMAT",
+    "Checkpoint",
+    "latest",
+    "load_tensors",
+    "open_checkpoint",
+    "save",
+    "state_sha256",
+    "tensor_bytes",
+    "tensor_checksums",
+]
+
+FORMAT = 1
+"""Version of the folder's content. It rises when an older reader would misunderstand a newer checkpoint."""
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step_\d{6,}")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk. manifest: what `save` wrote beside the tensors."""
+
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        return int(self.manifest["step"])
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The raw bytes of a tensor in row-major order, whatever its dtype, strides and device."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def _tensor_sha256(name: str, tensor: Tensor) -> str:
+    digest = hashlib.sha256(f"{name}\0{str(tensor.dtype).removeprefix('torch.')}\0{list(tensor.shape)}\0".encode())
+    digest.update(tensor_bytes(tensor))
+    return digest.hexdigest()
+
+
+def state_sha256(checksums: Mapping[str, str]) -> str:
+    """One SHA-256 over the SHA-256 of every tensor (name, dtype, shape, bytes), in the order of their names."""
+    return hashlib.sha256("".join(checksums[name] for name in sorted(checksums)).encode()).hexdigest()
+
+
+def tensor_checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """SHA-256 of each tensor over name, dtype, shape and bytes."""
+    return {name: _tensor_sha256(name, tensor) for name, tensor in tensors.items()}
+
+
+def save(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], keep_last: int) -> Checkpoint:
+    """Write checkpoint `step` under `folder` (a run's `checkpoints`) and make it the latest.
+
+    tensors: name -> tensor. facts: JSON values that go into the manifest. keep_last: older complete checkpoints beyond this
+    number are removed, after the new one is safe; 0 keeps all.
+    Raises CheckpointError where the disk is full (with path and bytes) or the folder cannot be written, having removed the
+    unfinished files; an existing checkpoint of this step is never overwritten.
+    """
+    path = folder / f"step_{step:06d}"
+    if path.exists():
+        raise CheckpointError(f"{path}: exists already and is never overwritten; choose another --out, or --resume it")
+    unfinished = folder / f".unfinished-{path.name}"
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_unfinished(folder)
+        unfinished.mkdir()
+        _check_space(unfinished, needed)
+        checksums = tensor_checksums(tensors)
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "state_sha256": state_sha256(checksums),
+            **facts,
+            "tensors": {
+                name: {
+                    "sha256": checksums[name],
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                    "shape": list(tensor.shape),
+                }
+                for name, tensor in tensors.items()
+            },
+        }
+        # A contiguous clone: a view would drag its whole base into the file.
+        plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(plain, storage_writer=HuggingFaceStorageWriter(str(unfinished)), no_dist=True)
+        for file in unfinished.iterdir():
+            _sync(file)
+        _write_synced(unfinished / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        _sync(unfinished)
+        os.rename(unfinished, path)
+        _sync(folder)
+        _point_latest(folder, path.name)
+    except (Exception, CheckpointException) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise _save_error(error, path, needed) from error
+    _prune(folder, keep_last, path.name)
+    return Checkpoint(path, manifest)
+
+
+def latest(folder: Path) -> Checkpoint | None:
+    """The newest complete checkpoint under `folder`, or None. Leftovers of saves that never finished are ignored.
+
+    A kill between the renaming and the moving of the pointer leaves a complete checkpoint that `latest` does not name yet; it
+    is taken all the same.
+    """
+    complete = _complete(folder)
+    return open_checkpoint(folder / complete[-1]) if complete else None
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint in folder `path`. Raises CheckpointError where there is none, or none this version can read."""
+    file = path / MANIFEST
+    if not file.is_file():
+        raise CheckpointError(f"{path}: no checkpoint here ({MANIFEST} is missing); give a run folder or a checkpoint in one")
+    try:
+        manifest = json.loads(file.read_text())
+        version = manifest["format"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file}: damaged ({error}); use another checkpoint of the run") from error
+    if version != FORMAT:
+        raise CheckpointError(f"{file}: format {version}, this version of mok reads {FORMAT}; use the version that wrote it")
+    return Checkpoint(path, manifest)
+
+
+def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
+    """Fill `tensors` in place from a checkpoint, which must hold exactly these names, dtypes and shapes.
+
+    Raises CheckpointError that lists every missing, unknown or differing tensor, or every tensor whose checksum is wrong;
+    nothing may be trained after it. No code in the files is run: only raw tensor data is read.
+    """
+    path, stored = checkpoint.path, checkpoint.manifest["tensors"]
+    problems = [f"missing: {name}" for name in tensors if name not in stored]
+    problems += [f"unknown: {name}" for name in stored if name not in tensors]
+    for name, tensor in tensors.items():
+        if name in stored:
+            here = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
+            there = (stored[name]["dtype"], stored[name]["shape"])
+            if here != there:
+                problems.append(f"{name}: {there[0]} {there[1]} in the checkpoint, {here[0]} {here[1]} in the model")
+    if problems:
+        raise CheckpointError(_listed(f"{path}: does not fit this recipe", problems))
+    loaded = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(loaded, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
+    except (Exception, CheckpointException) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(f"{path}: cannot be read ({reason[-1]}); use another checkpoint of the run") from error
+    wrong = [name for name, tensor in loaded.items() if _tensor_sha256(name, tensor) != stored[name]["sha256"]]
+    if wrong:
+        raise CheckpointError(_listed(f"{path}: damaged, checksums differ; use another checkpoint of the run", wrong))
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(loaded[name])
+
+
+def _complete(folder: Path) -> list[str]:
+    """Names of the complete checkpoints, oldest first."""
+    if not folder.is_dir():
+        return []
+    names = [entry.name for entry in folder.iterdir() if _NAME.fullmatch(entry.name) and (entry / MANIFEST).is_file()]
+    return sorted(names, key=lambda name: int(name.removeprefix("step_")))
+
+
+def _prune(folder: Path, keep_last: int, newest: str) -> None:
+    older = [name for name in _complete(folder) if name != newest]
+    for name in older[: len(older) - keep_last + 1] if keep_last else []:
+        # Renamed first: a kill in the middle of the removal must not leave a folder that looks complete.
+        doomed = folder / f".unfinished-{name}"
+        os.rename(folder / name, doomed)
+        shutil.rmtree(doomed)
+
+
+def _remove_unfinished(folder: Path) -> None:
+    for entry in folder.glob(".unfinished-*"):
+        shutil.rmtree(entry)
+
+
+def _point_latest(folder: Path, name: str) -> None:
+    beside = folder / ".unfinished-latest"
+    _write_synced(beside, name + "\n")
+    os.replace(beside, folder / "latest")
+    _sync(folder)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(path: Path) -> None:
+    """Make a file's content, or a folder's entries, safe against a crash of the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _save_error(error: BaseException, path: Path, needed: int) -> CheckpointError:
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    number = getattr(error, "errno", None)
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or "No space" in str(error) or "File too large" in str(error):
+        free = shutil.disk_usage(path.parent).free
+        return CheckpointError(
+            f"{path}: no space for the checkpoint, {needed} bytes needed, {free} bytes free; the unfinished files were "
+            "removed and earlier checkpoints are intact; free space and resume"
+        )
+    return CheckpointError(f"{path}: cannot be written ({error}); earlier checkpoints are intact")
+
+
+def _listed(title: str, problems: list[str]) -> str:
+    return "\n  ".join([f"{title} ({len(problems)})", *problems])

@@ -1,0 +1,188 @@
+"""Grouped-query attention: one projection for queries, keys and values, their norms and rotation, SDPA, one projection back.
+
+Owns everything between the residual stream and the heads. Attention is causal within a sequence and does not stop at document
+borders inside it: packed documents see what was packed before them, only the loss respects the border (docs/numerics.md).
+Norms of heads and the rotary embedding are one autograd function with SDPA, so that their backward passes share buffers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mok.config import ModelConfig
+from mok.model.linear import linear
+from mok.model.norm import rms_norm_backward, rms_norm_forward
+
+__all__ = ["Attention", "Rotary"]
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Cosines and sines [S, 1, r/2] of the rotary embedding of r leading channels of a head, in the activations' dtype.
+
+    Half-split form: channel i is rotated with channel i + r/2 by the angle position / theta^(2i/r).
+    """
+
+    cos_S1r: Tensor
+    sin_S1r: Tensor
+
+    @classmethod
+    def of(cls, positions: int, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Rotary:
+        rotated = int(config.head_dim * config.rotary_fraction)
+        exponent = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
+        frequency = 1.0 / (config.rope_theta**exponent)
+        angle = torch.arange(positions, dtype=torch.float32, device=device)[:, None, None] * frequency
+        return cls(angle.cos().to(dtype), angle.sin().to(dtype))
+
+    def forward(self, x_BSAD: Tensor) -> Tensor:
+        """Rotate the heads into new memory."""
+        half = self.cos_S1r.shape[-1]
+        first, second = x_BSAD[..., :half], x_BSAD[..., half : 2 * half]
+        y_BSAD = torch.empty_like(x_BSAD)
+        torch.mul(first, self.cos_S1r, out=y_BSAD[..., :half]).sub_(second * self.sin_S1r)
+        torch.mul(second, self.cos_S1r, out=y_BSAD[..., half : 2 * half]).add_(first * self.sin_S1r)
+        if 2 * half < x_BSAD.shape[-1]:
+            y_BSAD[..., 2 * half :] = x_BSAD[..., 2 * half :]
+        return y_BSAD
+
+    def backward(self, dy_BSAD: Tensor, out_BSAD: Tensor) -> None:
+        """Rotate gradients back: the same with the angle negated."""
+        half = self.cos_S1r.shape[-1]
+        first, second = dy_BSAD[..., :half], dy_BSAD[..., half : 2 * half]
+        torch.mul(first, self.cos_S1r, out=out_BSAD[..., :half]).add_(second * self.sin_S1r)
+        torch.mul(second, self.cos_S1r, out=out_BSAD[..., half : 2 * half]).sub_(first * self.sin_S1r)
+        if 2 * half < dy_BSAD.shape[-1]:
+            out_BSAD[..., 2 * half :] = dy_BSAD[..., 2 * half :]
+
+
+def _sdpa(q_BSAD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> Tensor:
+    """Causal attention, [B, S, A, D] in and out.
+
+    On a GPU only kernels whose backward repeats bit for bit are allowed: FlashAttention (which honours
+    `torch.use_deterministic_algorithms`) and the composed one.
+    """
+    q, k, v = q_BSAD.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    if not q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+
+class _Heads(torch.autograd.Function):
+    """From projected queries, keys and values [B, S, A + 2G, D] to attended values [B, S, A, D]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, heads_BSXD: Tensor, w_q: Tensor | None, w_k: Tensor | None, kind: str, num_q: int, eps: float, rotary: Rotary
+    ) -> Tensor:
+        num_kv = (heads_BSXD.shape[2] - num_q) // 2
+        num_rotated = num_q + num_kv
+        ctx.kind, ctx.num_q, ctx.num_kv, ctx.eps, ctx.rotary = kind, num_q, num_kv, eps, rotary
+        qk, rstds = heads_BSXD[:, :, :num_rotated], []
+        if w_q is not None and w_k is not None:
+            parts = []
+            for x, w in _norm_groups(heads_BSXD, w_q, w_k, kind, num_q, num_kv):
+                part, rstd = rms_norm_forward(x, w, eps)
+                parts.append(part.view(*heads_BSXD.shape[:2], -1, heads_BSXD.shape[-1]))
+                rstds.append(rstd)
+            qk = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        qk = rotary.forward(qk)
+        inputs = (qk[:, :, :num_q], qk[:, :, num_q:], heads_BSXD[:, :, num_rotated:])
+        if not any(ctx.needs_input_grad):
+            return _sdpa(*inputs)
+        # The attention kernel's own backward is kept by a small graph of its own, whatever kernel SDPA chose.
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        with torch.enable_grad():
+            out_BSAD = _sdpa(*leaves)
+        ctx.inputs, ctx.out = leaves, out_BSAD
+        ctx.save_for_backward(heads_BSXD, w_q, w_k, *rstds)
+        return out_BSAD.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_BSAD: Tensor) -> tuple[Tensor | None, ...]:
+        heads_BSXD, w_q, w_k, *rstds = ctx.saved_tensors
+        dq, dk, dv = torch.autograd.grad(ctx.out, ctx.inputs, dout_BSAD)
+        num_q, num_rotated = ctx.num_q, ctx.num_q + ctx.num_kv
+        dheads_BSXD = torch.empty_like(heads_BSXD)
+        ctx.rotary.backward(dq, dheads_BSXD[:, :, :num_q])
+        ctx.rotary.backward(dk, dheads_BSXD[:, :, num_q:num_rotated])
+        dheads_BSXD[:, :, num_rotated:] = dv
+        dw_q = dw_k = None
+        if rstds:
+            per_rows = []
+            xs = _norm_groups(heads_BSXD, w_q, w_k, ctx.kind, num_q, ctx.num_kv)
+            dys = _norm_groups(dheads_BSXD, w_q, w_k, ctx.kind, num_q, ctx.num_kv)
+            for (x, w), (dy, _), rstd in zip(xs, dys, rstds, strict=True):
+                dx, per_row = rms_norm_backward(dy, x, rstd, w)
+                dy.copy_(dx)
+                per_rows.append(per_row)
+            if ctx.kind == "head":
+                per_rows = [per_rows[0][:, :, :num_q], per_rows[0][:, :, num_q:]]
+            dw_q = _norm_weight_gradient(w_q, per_rows[0])
+            dw_k = _norm_weight_gradient(w_k, per_rows[1])
+        return dheads_BSXD, dw_q, dw_k, None, None, None, None
+
+
+def _norm_groups(
+    heads_BSXD: Tensor, w_q: Tensor, w_k: Tensor, kind: str, num_q: int, num_kv: int
+) -> list[tuple[Tensor, Tensor]]:
+    """What is normalised together, with its weights: all heads one by one, or the queries and the keys as wholes."""
+    if kind == "head":
+        weight = torch.cat([w_q.expand(num_q, -1), w_k.expand(num_kv, -1)])
+        return [(heads_BSXD[:, :, : num_q + num_kv], weight)]
+    return [(heads_BSXD[:, :, :num_q].flatten(2), w_q), (heads_BSXD[:, :, num_q : num_q + num_kv].flatten(2), w_k)]
+
+
+def _norm_weight_gradient(weight: Tensor, per_row: Tensor) -> Tensor | None:
+    """Sum `per_row` [B, S, (heads,) size] over all but the last dim, slice by slice where the weight has a sink."""
+    if not weight.requires_grad:
+        return None
+    sink = getattr(weight, "grad_sink", None)
+    if sink is None:
+        return per_row.flatten(0, -2).sum(0).to(weight.dtype)
+    per_slice = per_row.reshape(sink.num_slices, -1, *per_row.shape[2:]).sum(1, dtype=torch.float32)
+    sink.add(per_slice if per_slice.dim() == 2 else per_slice.sum(1))
+    return None
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention of `config`, with optional norms of queries and keys.
+
+    w_qkv [(A + 2G) D, H] stacks the query, key and value projections, w_o [H, A D] goes back. The key and value projections
+    have a bias where `attention_bias` says so, the way back has none.
+    """
+
+    def __init__(self, config: ModelConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.config = config
+        width = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        empty: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.w_qkv = nn.Parameter(torch.empty(width, config.hidden_size, **empty))
+        self.w_o = nn.Parameter(torch.empty(config.hidden_size, config.num_heads * config.head_dim, **empty))
+        self.b_qkv = nn.Parameter(torch.zeros(width, **empty)) if config.attention_bias else None
+        self.w_q_norm: nn.Parameter | None = None
+        self.w_k_norm: nn.Parameter | None = None
+        if config.qk_norm != "none":
+            full = config.qk_norm == "full"
+            q_size = config.head_dim * (config.num_heads if full else 1)
+            k_size = config.head_dim * (config.num_kv_heads if full else 1)
+            self.w_q_norm = nn.Parameter(torch.ones(q_size, **empty))
+            self.w_k_norm = nn.Parameter(torch.ones(k_size, **empty))
+
+    def forward(self, x_TH: Tensor, batch: int, rotary: Rotary) -> Tensor:
+        """[T, H] to [T, H]; the T tokens are `batch` sequences one after the other."""
+        config = self.config
+        heads_BSXD = linear(x_TH, self.w_qkv, self.b_qkv).view(batch, x_TH.shape[0] // batch, -1, config.head_dim)
+        out_BSAD = _Heads.apply(
+            heads_BSXD, self.w_q_norm, self.w_k_norm, config.qk_norm, config.num_heads, config.norm_eps, rotary
+        )
+        return linear(out_BSAD.reshape(x_TH.shape[0], -1), self.w_o)

@@ -1,0 +1,95 @@
+"""Linear layers and the embedding, with explicit backward passes.
+
+Owns the two guarantees of rules 3 and 7 of docs/numerics.md for dense weights: a row of a product depends on that row and the
+weights alone, and weight gradients are computed slice by slice into the parameter's `grad_sink` (`mok/gradients.py`). A
+parameter without a sink gets an ordinary `.grad`. Knows nothing of what the layers are for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["ROWS", "embedding", "linear", "matmul_rows"]
+
+ROWS = 16
+"""GEMMs have multiples of this many rows and columns: below it a CPU product's bits depend on the shape."""
+
+
+def matmul_rows(x_TC: Tensor, w_CN: Tensor) -> Tensor:
+    """x @ w whose rows do not depend on how many there are; N must be a multiple of 16."""
+    tokens = x_TC.shape[0]
+    padding = -tokens % ROWS
+    if padding == 0:
+        return x_TC @ w_CN
+    return (F.pad(x_TC, (0, 0, 0, padding)) @ w_CN)[:tokens]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, w_NK: Tensor, b_N: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x_TK, w_NK, b_N)
+        y_TN = matmul_rows(x_TK, w_NK.t())
+        return y_TN if b_N is None else y_TN.add_(b_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x_TK, w_NK, b_N = ctx.saved_tensors
+        dx_TK = matmul_rows(dy_TN, w_NK) if ctx.needs_input_grad[0] else None
+        dw_NK = db_N = None
+        if ctx.needs_input_grad[1]:
+            sink = getattr(w_NK, "grad_sink", None)
+            if sink is None:
+                dw_NK = dy_TN.t() @ x_TK
+            else:
+                sink.product(dy_TN, x_TK)
+        if ctx.needs_input_grad[2]:
+            db_N = _bias_gradient(b_N, dy_TN)
+        return dx_TK, dw_NK, db_N
+
+
+def _bias_gradient(b_N: Tensor, dy_TN: Tensor) -> Tensor | None:
+    sink = getattr(b_N, "grad_sink", None)
+    if sink is None:
+        return dy_TN.sum(0)
+    sink.column_sums(dy_TN)
+    return None
+
+
+def linear(x_TK: Tensor, w_NK: Tensor, b_N: Tensor | None = None) -> Tensor:
+    """x w^T + b for each row of x: [T, K] to [T, N]. N and K are multiples of 16, T is free."""
+    return _Linear.apply(x_TK, w_NK, b_N)
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids_T: Tensor, w_VH: Tensor) -> Tensor:
+        ctx.save_for_backward(ids_T, w_VH)
+        return w_VH.index_select(0, ids_T)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TH: Tensor) -> tuple[None, Tensor | None]:
+        ids_T, w_VH = ctx.saved_tensors
+        sink = getattr(w_VH, "embedding_sink", None) or getattr(w_VH, "grad_sink", None)
+        if sink is None:
+            return None, _scatter_rows(dy_TH, ids_T, w_VH.shape[0])
+        slices = sink.num_slices
+        ids_Cs, dy_CsH = ids_T.view(slices, -1), dy_TH.float().view(slices, -1, dy_TH.shape[-1])
+        sink.add(torch.stack([_scatter_rows(dy_CsH[i], ids_Cs[i], w_VH.shape[0]) for i in range(slices)]))
+        return None, None
+
+
+def _scatter_rows(dy_TH: Tensor, ids_T: Tensor, vocab_size: int) -> Tensor:
+    """[V, H]: the sum of the rows of each id, in order of T. ATen's kernel gives each row of the result one owner."""
+    return torch.ops.aten.embedding_dense_backward(dy_TH, ids_T, vocab_size, -1, False)
+
+
+def embedding(ids_T: Tensor, w_VH: Tensor) -> Tensor:
+    """Rows `ids` (int64, [T]) of w: [T, H]."""
+    return _Embedding.apply(ids_T, w_VH)

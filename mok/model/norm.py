@@ -1,0 +1,78 @@
+"""RMSNorm with an explicit backward: fp32 inside, rounded to the input's dtype, then times the weight.
+
+Owns the formula and its derivative as plain functions (attention normalises heads with them too) and the module of the
+residual stream. See `mok/model/attention.py` for the other user.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+__all__ = ["RMSNorm", "rms_norm", "rms_norm_backward", "rms_norm_forward"]
+
+
+def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(weight * x / rms(x) over the last dim, 1 / rms), the latter in fp32 (fp64 for fp64) with the last dim 1."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    scaled = wide * rstd
+    if scaled.dtype == x.dtype:
+        return scaled.mul_(weight), rstd
+    return weight * scaled.to(x.dtype), rstd
+
+
+def rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(dx in the dtype of `rstd`, dy * x / rms: the weight's gradient before any sum over tokens).
+
+    With n = x rstd: dx = rstd (w dy - n mean(n w dy)).
+    """
+    dy = dy.to(rstd.dtype)
+    normed = x * rstd
+    per_row = dy * normed
+    dx = dy * weight
+    mean = (per_row * weight).mean(-1, keepdim=True)
+    dx.sub_(normed.mul_(mean)).mul_(rstd)
+    return dx, per_row
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
+        y_TH, rstd_T1 = rms_norm_forward(x_TH, w_H, eps)
+        ctx.save_for_backward(x_TH, rstd_T1, w_H)
+        return y_TH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x_TH, rstd_T1, w_H = ctx.saved_tensors
+        dx_TH, per_row_TH = rms_norm_backward(dy_TH, x_TH, rstd_T1, w_H)
+        dw_H = None
+        if ctx.needs_input_grad[1]:
+            sink = getattr(w_H, "grad_sink", None)
+            if sink is None:
+                dw_H = per_row_TH.sum(0).to(w_H.dtype)
+            else:
+                sink.column_sums(per_row_TH)
+        return dx_TH.to(x_TH.dtype), dw_H, None
+
+
+def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
+    """w * (x / sqrt(mean(x^2) + eps)) for each row of [T, H]."""
+    return _RMSNorm.apply(x_TH, w_H, eps)
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm over a last dim of `size`, initially with weight 1."""
+
+    def __init__(self, size: int, eps: float, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        return rms_norm(x_TH, self.weight, self.eps)

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import errno
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mok import checkpoint
+from mok.errors import CheckpointError
+
+
+def state(value: float = 1.0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "model.a.weight": torch.randn(16, 32, generator=generator) * value,
+        "model.b.weight": torch.randn(8, generator=generator).bfloat16(),
+        "exp_avg:model.a.weight": torch.randn(64, 32, generator=generator)[::4],
+    }
+
+
+def empty() -> dict[str, Tensor]:
+    return {name: torch.full_like(tensor, float("nan")) for name, tensor in state().items()}
+
+
+def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    saved = checkpoint.save(tmp_path, 7, state(), {"seed": 3}, keep_last=2)
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and found.step == 7 and found.manifest["seed"] == 3
+    loaded = empty()
+    checkpoint.load_tensors(found, loaded)
+    for name, tensor in state().items():
+        assert checkpoint.tensor_bytes(loaded[name]) == checkpoint.tensor_bytes(tensor)
+    digest = checkpoint.state_sha256(checkpoint.tensor_checksums(loaded))
+    assert digest == saved.manifest["state_sha256"] == found.manifest["state_sha256"]
+    assert (tmp_path / "latest").read_text() == "step_000007\n"
+
+
+def test_the_digest_sees_bits_names_shapes_and_dtypes_but_not_strides() -> None:
+    def digest(**tensors: Tensor) -> str:
+        return checkpoint.state_sha256(checkpoint.tensor_checksums(tensors))
+
+    zero = torch.zeros(2, 2)
+    assert digest(a=zero) == digest(a=torch.zeros(2, 4)[:, ::2])
+    assert len({digest(a=zero), digest(b=zero), digest(a=-zero), digest(a=zero.view(4)), digest(a=zero.int())}) == 5
+    assert digest(a=zero, b=zero + 1) == digest(b=zero + 1, a=zero)
+
+
+def test_only_the_last_are_kept_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, state(step), {}, keep_last=2)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_000002", "step_000003"]
+    before = {file.name: file.read_bytes() for file in (tmp_path / "step_000003").iterdir()}
+    with pytest.raises(CheckpointError, match="never overwritten"):
+        checkpoint.save(tmp_path, 3, state(9.0), {}, keep_last=2)
+    assert before == {file.name: file.read_bytes() for file in (tmp_path / "step_000003").iterdir()}
+
+
+def test_leftovers_of_a_killed_save_are_ignored_and_removed(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, state(), {}, keep_last=2)
+    stump = tmp_path / ".unfinished-step_000002"
+    stump.mkdir()
+    (stump / "model.safetensors").write_bytes(b"x" * 100)
+    (tmp_path / "step_000005").mkdir()
+    found = checkpoint.latest(tmp_path)
+    assert found is not None and found.step == 1
+    checkpoint.save(tmp_path, 2, state(), {}, keep_last=2)
+    assert not stump.exists()
+
+
+def test_missing_unknown_and_differing_tensors_are_all_listed_and_nothing_is_loaded(tmp_path: Path) -> None:
+    tensors = state()
+    tensors["model.extra"] = torch.ones(3)
+    del tensors["model.b.weight"]
+    tensors["model.a.weight"] = torch.ones(4, 4)
+    saved = checkpoint.save(tmp_path, 1, tensors, {}, keep_last=0)
+    target = empty()
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load_tensors(saved, target)
+    text = str(caught.value)
+    assert "missing: model.b.weight" in text and "unknown: model.extra" in text
+    assert "model.a.weight: float32 [4, 4] in the checkpoint, float32 [16, 32] in the model" in text
+    assert all(tensor.isnan().all() for tensor in target.values())
+
+
+def test_one_flipped_byte_is_found_and_named(tmp_path: Path) -> None:
+    saved = checkpoint.save(tmp_path, 1, state(), {}, keep_last=0)
+    (file,) = saved.path.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    moment = checkpoint.tensor_bytes(state()["exp_avg:model.a.weight"]).tobytes()
+    content[content.find(moment) + 101] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="damaged, checksums differ") as caught:
+        checkpoint.load_tensors(saved, empty())
+    assert "exp_avg:model.a.weight" in str(caught.value) and "model.b.weight" not in str(caught.value)
+
+
+def test_a_truncated_file_and_a_foreign_folder_are_refused(tmp_path: Path) -> None:
+    saved = checkpoint.save(tmp_path, 1, state(), {}, keep_last=0)
+    (file,) = saved.path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-50])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpoint.load_tensors(saved, empty())
+    with pytest.raises(CheckpointError, match="no checkpoint here"):
+        checkpoint.open_checkpoint(tmp_path)
+    manifest = json.loads((saved.path / "manifest.json").read_text())
+    (saved.path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
+    with pytest.raises(CheckpointError, match="format 99"):
+        checkpoint.open_checkpoint(saved.path)
+
+
+class Attack:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return (Path.touch, (self.path,))
+
+
+def test_no_code_in_a_checkpoint_is_run(tmp_path: Path) -> None:
+    """A pickle under every name that a reader might open."""
+    saved = checkpoint.save(tmp_path, 1, state(), {}, keep_last=0)
+    trap = tmp_path / "pwned"
+    payload = pickle.dumps(Attack(trap))
+    for file in saved.path.glob("*.safetensors"):
+        file.write_bytes(payload)
+    (saved.path / ".metadata").write_bytes(payload)
+    with pytest.raises(CheckpointError):
+        checkpoint.load_tensors(saved, empty())
+    assert not trap.exists()
+    pickle.loads(payload)
+    assert trap.exists(), "the trap works"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG])
+def test_a_full_disk_names_path_and_bytes_and_leaves_no_stump(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, state(), {}, keep_last=2)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(number, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.os, "fsync", full)
+        with pytest.raises(CheckpointError, match="no space") as caught:
+            checkpoint.save(tmp_path, 3, state(), {}, keep_last=1)
+    assert str(tmp_path / "step_000003") in str(caught.value) and "bytes needed" in str(caught.value)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["latest", "step_000001", "step_000002"]
+    assert checkpoint.latest(tmp_path).step == 2
+
+
+def test_too_little_space_is_seen_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 100}))
+    with pytest.raises(CheckpointError, match="100 bytes free"):
+        checkpoint.save(tmp_path, 1, state(), {}, keep_last=0)
+    assert not list(tmp_path.glob("*step*"))
