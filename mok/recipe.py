@@ -21,7 +21,7 @@ from typing import Any
 from mok.config import Recipe
 from mok.errors import Problem, RecipeError
 
-__all__ = ["Resolved", "dump_toml", "find", "load", "resolve", "shipped", "shipped_folder"]
+__all__ = ["Key", "Resolved", "dump_toml", "find", "keys", "load", "resolve", "shipped", "shipped_folder"]
 
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 """What `--set` takes for a boolean, in any case. A file has TOML's true and false only."""
@@ -56,7 +56,7 @@ class Key:
 
 
 @dataclass(frozen=True)
-class Given:
+class _Given:
     """A value that somebody wrote for a key. `text` marks an override, which is typed here and not by TOML."""
 
     key: str
@@ -110,13 +110,13 @@ def resolve(name_or_path: str, overrides: Sequence[str] = (), *, seed: int | Non
     problems: list[Problem] = []
     given = list(_read(path, problems))
     flags = [("seed", seed, "--seed"), ("train.steps", steps, "--steps")]
-    given_late = [Given(key, value, flag, flag) for key, value, flag in flags if value is not None]
+    given_late = [_Given(key, value, flag, flag) for key, value, flag in flags if value is not None]
     given_late += _read_overrides(overrides, problems)
     _refuse_repeats(given, problems)
     _refuse_repeats(given_late, problems)
 
     values: dict[str, Any] = {}
-    chosen: dict[str, Given] = {}
+    chosen: dict[str, _Given] = {}
     bad: set[str] = set()
     for entry in [*given, *given_late]:
         try:
@@ -179,7 +179,7 @@ class _Refused(Exception):
         self.what, self.fix = what, fix
 
 
-def _checked(entry: Given) -> Any:
+def _checked(entry: _Given) -> Any:
     """The value of `entry`, typed and in range. Raises _Refused."""
     table = keys()
     if entry.key not in table:
@@ -345,7 +345,7 @@ def _nearest(word: str, choices: Iterable[str]) -> str | None:
 # ---- reading ----------------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path, problems: list[Problem]) -> Iterator[Given]:
+def _read(path: Path, problems: list[Problem]) -> Iterator[_Given]:
     """Each value of a recipe file with its line; what is not TOML goes to `problems`."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -372,7 +372,7 @@ def _read(path: Path, problems: list[Problem]) -> Iterator[Given]:
         elif section == "" or section in _section_names():
             for name, value in _flatten(parsed):
                 full = f"{section}.{name}" if section else name
-                yield Given(full, value, f"{path}:{line} {full}", f"{path.name}:{line}")
+                yield _Given(full, value, f"{path}:{line} {full}", f"{path.name}:{line}")
 
 
 def _not_toml(statement: str, section: str, place: str, error: tomllib.TOMLDecodeError) -> Problem:
@@ -394,19 +394,19 @@ def _section_names() -> set[str]:
     return {name.rpartition(".")[0] for name in keys()} - {""}
 
 
-def _read_overrides(overrides: Sequence[str], problems: list[Problem]) -> list[Given]:
+def _read_overrides(overrides: Sequence[str], problems: list[Problem]) -> list[_Given]:
     given = []
     for override in overrides:
         name, equals, text = override.partition("=")
         if equals and name.strip():
-            given.append(Given(name.strip(), text, f"--set {override}", "--set", text=True))
+            given.append(_Given(name.strip(), text, f"--set {override}", "--set", text=True))
         else:
             problems.append(Problem(f"--set {override}", "has no key and value", "write --set moe.top_k=4"))
     return given
 
 
-def _refuse_repeats(given: Sequence[Given], problems: list[Problem]) -> None:
-    first: dict[str, Given] = {}
+def _refuse_repeats(given: Sequence[_Given], problems: list[Problem]) -> None:
+    first: dict[str, _Given] = {}
     for entry in given:
         if entry.key in first:
             problems.append(Problem(entry.where, f"is given twice, first at {first[entry.key].where}", "keep one"))

@@ -56,12 +56,14 @@ def copy(name: str, folder: str, output: Output) -> None:
 
     source = find(name)
     target = Path(folder) / source.name
-    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.exists():
+        raise UsageError(f"{target}: exists already; remove it or copy into another folder")
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         with target.open("x", encoding="utf-8") as file:
             file.write(source.read_text(encoding="utf-8"))
-    except FileExistsError:
-        raise UsageError(f"{target}: exists already; remove it or copy into another folder") from None
+    except OSError as error:
+        raise UsageError(f"{target}: cannot be written ({error.strerror}); name a folder that is writable") from None
     output.line(f"{target}\nNext: mok train {target}")
     output.report({"path": str(target)})
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from mok.errors import DataError
 
-__all__ = ["ShardWriter", "TokenStore"]
+__all__ = ["MANIFEST", "ShardWriter", "TokenStore"]
 
 SHARD_TOKENS = 1 << 25
 """Tokens of a full shard: 64 or 128 MiB, hashed in about a tenth of a second when first read."""
