@@ -1,3 +1,28 @@
-"""Train and verify Mixture-of-Experts language models."""
+"""Train and verify Mixture-of-Experts language models.
 
+`mok.MoE` is a layer with its router, `mok.moe` its experts for a router of one's own, `mok.errors` what both raise. They are
+loaded when they are first used: importing the package loads no torch and touches no GPU.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mok import errors
+    from mok.layer import moe
+    from mok.model.moe import MoE
+
+__all__ = ["MoE", "errors", "moe"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name == "MoE":
+        return import_module("mok.model.moe").MoE
+    if name == "moe":
+        return import_module("mok.layer").moe
+    if name == "errors":
+        return import_module("mok.errors")
+    raise AttributeError(f"module 'mok' has no attribute {name!r}")

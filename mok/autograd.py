@@ -1,0 +1,152 @@
+"""The experts of a MoE layer as one differentiable operation.
+
+Owns what is saved between forward and backward, and where each gradient goes: fp32 expert gradients into the parameters'
+`lane_grads` or `main_grad` if they have them, else into `.grad`; shared experts' into their `grad_sink`, `main_grad` or
+`.grad`. Knows neither routers nor how a backend computes. Read next: `mok/layer.py` above it, `mok/gradients.py` for the sinks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mok.backends.interface import ExpertWeights, Options, SharedWeights
+from mok.errors import UsageError
+from mok.gradients import GradBuffers, halving_tree
+from mok.schedule import Schedule
+
+__all__ = ["Plan", "experts"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is not differentiated: who computes, on which schedule, and how."""
+
+    backend: ModuleType
+    schedule: Schedule
+    options: Options
+
+
+def experts(
+    x_TH: Tensor,
+    weights_TK: Tensor,
+    routed: tuple[Tensor, ...],
+    plan: Plan,
+    shared: tuple[Tensor, Tensor] | None = None,
+    shared_scale_T: Tensor | None = None,
+) -> Tensor:
+    """Routed and shared experts, combined: y_TH in the dtype of x, see the backend's `forward`.
+
+    weights_TK, shared_scale_T: fp32. routed: (w_gate_LIH, w_up_LIH, w_down_LHI), or (w_gate_up_L2IH, w_down_LHI).
+    shared: (w_gate_up_JH, w_down_HS), see `mok.backends.interface.SharedWeights`. Changing a saved tensor in place before the
+    backward, or a second backward, raises RuntimeError.
+    """
+    return _Experts.apply(x_TH, weights_TK, shared_scale_T, plan, len(routed), *routed, *(shared or ()))
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: Tensor, weights_TK: Tensor, shared_scale_T: Tensor | None, plan: Plan, num_routed: int, *weights: Tensor
+    ) -> Tensor:
+        routed, shared = weights[:num_routed], weights[num_routed:]
+        gate, up = routed[0].unbind(1) if num_routed == 2 else routed[:2]
+        expert_weights = ExpertWeights(gate, up, routed[-1], SharedWeights(*shared) if shared else None)
+        y_TH, saved = plan.backend.forward(x_TH, weights_TK, plan.schedule, expert_weights, plan.options, shared_scale_T)
+        if any(ctx.needs_input_grad):
+            kept = [f.name for f in dataclasses.fields(saved) if isinstance(getattr(saved, f.name), Tensor)]
+            ctx.save_for_backward(x_TH, *weights, *(getattr(saved, name) for name in kept))
+            ctx.saved, ctx.kept = dataclasses.replace(saved, **dict.fromkeys(kept)), kept
+            ctx.plan, ctx.num_routed = plan, num_routed
+        return y_TH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = ctx.saved_tensors
+        num_weights = len(tensors) - 1 - len(ctx.kept)
+        x_TH, weights, kept = tensors[0], tensors[1 : 1 + num_weights], tensors[1 + num_weights :]
+        saved = dataclasses.replace(ctx.saved, **dict(zip(ctx.kept, kept, strict=True)))
+        routed, shared = weights[: ctx.num_routed], weights[ctx.num_routed :]
+        needs_routed = ctx.needs_input_grad[5 : 5 + len(routed)]
+        needs_shared = ctx.needs_input_grad[5 + len(routed) :]
+
+        sink = _RoutedSink(routed, needs_routed, ctx.plan.schedule) if any(needs_routed) else None
+        found = ctx.plan.backend.backward(dy_TH, saved, sink.buffers if sink else None)
+        routed_grads = sink.finish() if sink else (None,) * len(routed)
+        shared_grads: list[Tensor | None] = [None] * len(shared)
+        if any(needs_shared):
+            operands = ((found.shared.d_gate_up_TJ, x_TH), (dy_TH, found.shared.hidden_TS))
+            for i, (weight, (dy, x)) in enumerate(zip(shared, operands, strict=True)):
+                if needs_shared[i]:
+                    shared_grads[i] = _dense_gradient(weight, dy, x)
+        return found.dx_TH, found.dweights_TK, found.dshared_scale_T, None, None, *routed_grads, *shared_grads
+
+
+class _RoutedSink:
+    """Where the backward of one call puts expert gradients: lanes of the trainer, `main_grad`, or new memory for `.grad`."""
+
+    def __init__(self, weights: tuple[Tensor, ...], needs: tuple[bool, ...], schedule: Schedule) -> None:
+        self._weights, self._needs = weights, needs
+        self._lanes = schedule.grid.num_lanes
+        self._used = set(schedule.grid.lane_of_segment)
+        self._started = getattr(weights[0], "lanes_started", None)
+        self._in_place = [self._target(weight) for weight in weights]
+        self._stores = [self._fresh(w) if target is None else target for w, target in zip(weights, self._in_place, strict=True)]
+        if self._started is not None:
+            started = tuple(self._started)
+        else:
+            started = (self._in_place[0] is not None,) * self._lanes
+        gate, up = self._stores[0].unbind(2) if len(weights) == 2 else self._stores[:2]
+        self.buffers = GradBuffers(gate, up, self._stores[-1], started)
+        if len({target is None for target in self._in_place}) > 1:
+            raise UsageError("expert weights: some have a main_grad and some have none; give all of them one, or none")
+
+    def _target(self, weight: Tensor) -> Tensor | None:
+        lanes = getattr(weight, "lane_grads", None)
+        if lanes is not None:
+            return lanes
+        main = getattr(weight, "main_grad", None)
+        if main is None:
+            return None
+        if self._lanes > 1:
+            raise UsageError(f"a call with {self._lanes} lanes needs lane_grads on the expert weights, not only main_grad")
+        if main.dtype != torch.float32 or main.shape != weight.shape:
+            raise UsageError(f"main_grad is {main.dtype} {tuple(main.shape)}: must be float32 {tuple(weight.shape)}")
+        return main.unsqueeze(0)
+
+    def _fresh(self, weight: Tensor) -> Tensor:
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        return torch.empty((self._lanes, *weight.shape), dtype=dtype, device=weight.device)
+
+    def finish(self) -> tuple[Tensor | None, ...]:
+        """What autograd is to put into `.grad`: the tree over the lanes, in the weights' dtype."""
+        if self._started is not None:
+            for weight in self._weights:
+                for lane in self._used:
+                    weight.lanes_started[lane] = True  # type: ignore[attr-defined]
+        return tuple(
+            halving_tree(store).to(weight.dtype) if target is None and need else None
+            for weight, need, target, store in zip(self._weights, self._needs, self._in_place, self._stores, strict=True)
+        )
+
+
+def _dense_gradient(weight: Tensor, dy_TN: Tensor, x_TK: Tensor) -> Tensor | None:
+    """dy^T x into the weight's sink or `main_grad`, or returned for `.grad`."""
+    sink = getattr(weight, "grad_sink", None)
+    if sink is not None:
+        sink.product(dy_TN, x_TK)
+        return None
+    wide = torch.float64 if x_TK.dtype == torch.float64 else torch.float32
+    gradient = dy_TN.to(wide).t() @ x_TK.to(wide)
+    main = getattr(weight, "main_grad", None)
+    if main is not None:
+        main.add_(gradient)
+        return None
+    return gradient.to(weight.dtype)

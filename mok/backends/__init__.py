@@ -1,0 +1,50 @@
+"""Who computes the experts: the backends by name, and the choice among them.
+
+Owns the table of names and the rule of `auto`. Knows nothing of how a backend works; each is a module with the three functions
+of `mok.backends.interface`, imported when it is chosen.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from mok.backends.interface import LayerShape
+from mok.errors import UsageError
+
+__all__ = ["AUTO", "BACKENDS", "choose"]
+
+BACKENDS = {
+    "torch": "mok.backends.torch",
+}
+"""Name -> module."""
+
+AUTO = ("torch",)
+"""What `auto` tries, best first; the last runs everywhere."""
+
+
+def choose(name: str, shape: LayerShape, dtype: torch.dtype, device: torch.device) -> tuple[ModuleType, str | None]:
+    """The module of backend `name`, and a notice worth showing once, or None.
+
+    `auto` takes the first of `AUTO` that can run, and the notice says why better ones cannot. Raises UsageError for an unknown
+    name, and where a named backend, or all of `auto`, cannot run, with every reason.
+    """
+    if name != "auto":
+        if name not in BACKENDS:
+            raise UsageError(f"moe.backend = {name!r}: must be one of auto, {', '.join(BACKENDS)}")
+        backend = import_module(BACKENDS[name])
+        reasons = backend.why_not(shape, dtype, device)
+        if reasons:
+            raise UsageError(f"moe.backend = {name} cannot run here: {'; '.join(reasons)}")
+        return backend, None
+    refused = []
+    for candidate in AUTO:
+        backend = import_module(BACKENDS[candidate])
+        reasons = backend.why_not(shape, dtype, device)
+        if not reasons:
+            notice = f"moe.backend = auto takes {candidate}: {' | '.join(refused)}" if refused else None
+            return backend, notice
+        refused.append(f"{candidate} cannot run ({'; '.join(reasons)})")
+    raise UsageError(f"moe.backend = auto: {' | '.join(refused)}")

@@ -1,0 +1,407 @@
+"""The plain PyTorch backend: fast on a CPU, usable on any GPU, with an explicit forward and backward.
+
+Rows are gathered into expert order, each expert is three matrix products, and every token sums its own rows: no scatter-add,
+no atomics, so the same bits for any number of threads. A row of a product depends on that row and the weights alone, which on
+a CPU needs operands of whole groups of 16 rows and columns at aligned addresses (docs/numerics.md); `check_gemm_rows` tries it
+once per process. Knows nothing of autograd or of how a schedule is made. Read next: `mok/reference/moe.py`, the same in loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mok.backends.interface import ExpertWeights, InputGrads, LayerShape, Options, SharedGrads
+from mok.errors import MokError
+from mok.gradients import GradBuffers
+from mok.schedule import SEGMENT_ROWS, Schedule
+from mok.transport.local import LocalTransport
+
+__all__ = ["Activations", "Saved", "backward", "check_gemm_rows", "forward", "why_not"]
+
+SUM_BLOCK = 128  # columns that one block of the router-weight gradient adds up
+GEMM_MULTIPLE = 16  # rows and columns; with other sizes MKL's sums depend on where in the matrix a row is
+GEMM_ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What `_swiglu` leaves behind. hidden: in the dtype of the activations; 1 + exp(-gate) and silu(gate): fp32."""
+
+    hidden_PI: Tensor
+    denominator_PI: Tensor
+    silu_PI: Tensor
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the backward needs; None for what it computes again, and for what the layer does not have.
+
+    J = 2I: gate columns, then up columns. Widths are padded to multiples of 16;
+    hidden_size and shared_size are the true H and S.
+    """
+
+    hidden_size: int
+    shared_size: int
+    schedule: Schedule
+    options: Options
+    weights_TK: Tensor
+    w_gate_up_LJH: Tensor
+    w_down_LHI: Tensor
+    x_TH: Tensor | None
+    x_PH: Tensor | None = None
+    gate_up_PJ: Tensor | None = None
+    hidden_PI: Tensor | None = None
+    denominator_PI: Tensor | None = None
+    silu_PI: Tensor | None = None
+    shared_gate_up_JH: Tensor | None = None
+    shared_down_HS: Tensor | None = None
+    shared_scale_T: Tensor | None = None
+    shared_gate_up_TJ: Tensor | None = None
+
+
+def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Why this backend cannot run, or an empty list. Any sizes will do."""
+    reasons = []
+    if dtype not in (torch.float32, torch.bfloat16):
+        reasons.append(f"dtype {dtype}: computes in torch.float32 and torch.bfloat16 only")
+    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        reasons.append(
+            f"torch.get_float32_matmul_precision() is {torch.get_float32_matmul_precision()!r}: products would lose bits; "
+            'call torch.set_float32_matmul_precision("highest")'
+        )
+    return reasons
+
+
+def forward(
+    x_TH: Tensor,
+    weights_TK: Tensor,
+    schedule: Schedule,
+    experts: ExpertWeights,
+    options: Options,
+    shared_scale_T: Tensor | None = None,
+) -> tuple[Tensor, Saved]:
+    """y[t] = sum over slots k of weights[t, k] * expert(ids[t, k])(x[t]), then + scale[t] * shared(x[t]); one rounding.
+
+    x_TH: fp32 or bf16. weights_TK, shared_scale_T: fp32; no scale is a factor of 1. Returns y_TH in the dtype of x, and what
+    `backward` needs. Raises MokError where the CPU's matrix products fail `check_gemm_rows`.
+    """
+    if x_TH.device.type == "cpu":
+        check_gemm_rows(x_TH.dtype)
+    transport = options.transport or LocalTransport()
+    hidden_size = x_TH.shape[1]
+    x_TH = _pad_columns(x_TH)
+    w_gate_up_LJH = _gate_up_weights(experts.gate_LIH, experts.up_LIH)
+    w_down_LHI = _gemm_ready(_pad_matrix(experts.down_LHI))
+    if schedule.num_masked:
+        weights_TK = weights_TK.masked_fill(schedule.expert_ids_TK < 0, 0)
+
+    x_PH = transport.rows_of_tokens(x_TH, schedule)
+    gate_up_PJ = _product_by_expert(x_PH, w_gate_up_LJH.transpose(1, 2), schedule)
+    act = _swiglu(gate_up_PJ, options.clamp)
+    y_PH = _product_by_expert(act.hidden_PI, w_down_LHI.transpose(1, 2), schedule)
+    sum_TH = _combine(transport.slots_of_rows(y_PH, schedule), x_TH.shape, x_TH.device, weights_TK)
+
+    shared_gate_up_JH = shared_down_HS = shared_gate_up_TJ = None
+    if experts.shared is not None:
+        shared_gate_up_JH = _gate_up_weights(*experts.shared.gate_up_JH.unsqueeze(0).chunk(2, dim=1))[0]
+        shared_down_HS = _gemm_ready(_pad_matrix(experts.shared.down_HS[None]))[0]
+        shared_gate_up_TJ = torch.mm(_pad_rows(x_TH), shared_gate_up_JH.t())
+        shared_TH = torch.mm(_swiglu(shared_gate_up_TJ, options.clamp).hidden_PI, shared_down_HS.t())[: x_TH.shape[0]].float()
+        sum_TH.add_(shared_TH if shared_scale_T is None else shared_TH * shared_scale_T.unsqueeze(1))
+    y_TH = _true_columns(sum_TH.to(x_TH.dtype), hidden_size)
+
+    keep_all, keep_gate_up = options.recompute == "none", options.recompute != "all"
+    keep_fp32 = keep_all and x_TH.dtype == torch.float32  # beside bf16 rows they would triple what is saved
+    return y_TH, Saved(
+        hidden_size=hidden_size,
+        shared_size=experts.shared.down_HS.shape[1] if experts.shared else 0,
+        schedule=schedule,
+        options=options,
+        weights_TK=weights_TK,
+        w_gate_up_LJH=w_gate_up_LJH,
+        w_down_LHI=w_down_LHI,
+        x_TH=None if keep_all and experts.shared is None else x_TH,
+        x_PH=x_PH if keep_all else None,
+        gate_up_PJ=gate_up_PJ if keep_gate_up else None,
+        hidden_PI=act.hidden_PI if keep_all else None,
+        denominator_PI=act.denominator_PI if keep_fp32 else None,
+        silu_PI=act.silu_PI if keep_fp32 else None,
+        shared_gate_up_JH=shared_gate_up_JH,
+        shared_down_HS=shared_down_HS,
+        shared_scale_T=shared_scale_T,
+        shared_gate_up_TJ=shared_gate_up_TJ if keep_gate_up else None,
+    )
+
+
+def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGrads:
+    """Gradients of the inputs; those of the expert weights are continued in `grads` (None: frozen), by one fp32 term per
+    (expert, segment).
+
+    dy_TH: in the dtype of the activations. With h the hidden row as stored and dh = w_down^T dy in fp32, the weight of a route
+    gets the sum of dh * h, and enters d(gate), d(up) and the h of ddown once, as a factor in fp32 before their one rounding.
+    """
+    schedule, options = saved.schedule, saved.options
+    transport = options.transport or LocalTransport()
+    dy_TH = _pad_columns(dy_TH)
+    x_PH = saved.x_PH
+    if x_PH is None:
+        assert saved.x_TH is not None
+        x_PH = transport.rows_of_tokens(saved.x_TH, schedule)
+    gate_up_PJ = saved.gate_up_PJ
+    if gate_up_PJ is None:
+        gate_up_PJ = _product_by_expert(x_PH, saved.w_gate_up_LJH.transpose(1, 2), schedule)
+    if saved.hidden_PI is None or saved.denominator_PI is None or saved.silu_PI is None:
+        act = _swiglu(gate_up_PJ, options.clamp)
+    else:
+        act = Activations(saved.hidden_PI, saved.denominator_PI, saved.silu_PI)
+
+    dy_PH = transport.rows_of_tokens(dy_TH, schedule)
+    weights_P = transport.rows_of_routes(saved.weights_TK.reshape(-1), schedule)
+    dh_PI = _product_by_expert(dy_PH, saved.w_down_LHI, schedule, fp32=True)
+    d_gate_up_PJ, scaled_hidden_PI, dweights_P = _swiglu_backward(dh_PI, gate_up_PJ, act, weights_P, options.clamp)
+    dx_PH = _product_by_expert(d_gate_up_PJ, saved.w_gate_up_LJH, schedule)
+    dx_sum_TH = _combine(transport.slots_of_rows(dx_PH, schedule), dy_TH.shape, dy_TH.device)
+    if grads is not None:
+        _add_weight_grads(grads, schedule, d_gate_up_PJ, x_PH, dy_PH, scaled_hidden_PI)
+    dweights_TK = torch.cat([slot.clone() for slot in transport.slots_of_rows(dweights_P.unsqueeze(1), schedule)], dim=1)
+
+    shared = dscale_T = None
+    if saved.shared_gate_up_JH is not None and saved.shared_down_HS is not None:
+        tokens = dy_TH.shape[0]
+        gate_up_TJ = saved.shared_gate_up_TJ
+        if gate_up_TJ is None:
+            assert saved.x_TH is not None
+            gate_up_TJ = torch.mm(_pad_rows(saved.x_TH), saved.shared_gate_up_JH.t())
+        dh_TS = _product_fp32(_pad_rows(dy_TH), saved.shared_down_HS)
+        scale_T = None if saved.shared_scale_T is None else pad(saved.shared_scale_T, (0, dh_TS.shape[0] - tokens))
+        act = _swiglu(gate_up_TJ, options.clamp)
+        d_gate_up_TJ, scaled_hidden_TS, dscale = _swiglu_backward(dh_TS, gate_up_TJ, act, scale_T, options.clamp)
+        dx_sum_TH.add_(torch.mm(d_gate_up_TJ, saved.shared_gate_up_JH)[:tokens])
+        size = saved.shared_size
+        shared = SharedGrads(_true_halves(d_gate_up_TJ[:tokens], size), scaled_hidden_TS[:tokens, :size])
+        dscale_T = None if scale_T is None else dscale[:tokens]
+    return InputGrads(_true_columns(dx_sum_TH.to(dy_TH.dtype), saved.hidden_size), dweights_TK, dscale_T, shared)
+
+
+@cache
+def check_gemm_rows(dtype: torch.dtype) -> None:
+    """Try, once per process and dtype, that a row of a CPU matrix product does not depend on the rows around it.
+
+    Raises MokError if it does: no layout or batch would then give the bits of another.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(176, 160, generator=generator).to(dtype)
+    weights = torch.randn(48, 160, generator=generator).to(dtype)
+    whole = torch.mm(rows, weights.t())
+    parts = [torch.mm(rows[start : start + count], weights.t()) for start, count in ((0, 16), (16, 112), (128, 48))]
+    narrow = torch.mm(rows, weights[16:32].t())
+    if not (torch.equal(torch.cat(parts), whole) and torch.equal(narrow, whole[:, 16:32])):
+        raise MokError(
+            f"matrix products of {dtype} on this CPU give a row other bits beside other rows, so mok's results would depend on "
+            f"the layout: torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}; try another build of torch, or "
+            "moe.backend = reference"
+        )
+
+
+def _product_by_expert(rows_PA: Tensor, weights_LAB: Tensor, schedule: Schedule, fp32: bool = False) -> Tensor:
+    """out[p] = rows[p] @ weights[expert of row p]; every row of the buffer belongs to an expert, so every row is written."""
+    dtype = torch.float32 if fp32 else rows_PA.dtype
+    out_PB = torch.empty(rows_PA.shape[0], weights_LAB.shape[2], dtype=dtype, device=rows_PA.device)
+    for weights_AB, (start, rows) in zip(weights_LAB, schedule.experts, strict=True):
+        if not rows:
+            continue
+        operand, out = rows_PA.narrow(0, start, rows), out_PB.narrow(0, start, rows)
+        if fp32:
+            _product_fp32(operand, weights_AB, out)
+        else:
+            torch.mm(operand, weights_AB, out=out)
+    return out_PB
+
+
+def _product_fp32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a @ b, accumulated and stored in fp32. On a CPU bf16 operands are widened, which changes no product."""
+    if a.dtype == torch.float32 or a.device.type == "cpu":
+        return torch.mm(a.float(), b.float(), out=out)
+    return torch.mm(a, b, out_dtype=torch.float32, out=out)
+
+
+def _swiglu(gate_up_PJ: Tensor, clamp: float) -> Activations:
+    """hidden = silu(gate) * up in fp32, rounded once. Written with exp, since silu and sigmoid give an element other bits at
+    the end of a vector than inside it."""
+    gate_PI, up_PI = _clamped(gate_up_PJ, clamp)
+    denominator_PI = torch.neg(gate_PI).exp_().add_(1.0)
+    silu_PI = gate_PI / denominator_PI
+    return Activations((silu_PI * up_PI).to(gate_up_PJ.dtype), denominator_PI, silu_PI)
+
+
+def _swiglu_backward(
+    dh_PI: Tensor, gate_up_PJ: Tensor, act: Activations, weights_P: Tensor | None, clamp: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From dh, fp32 and unweighted (it is overwritten): d(gate) and d(up) [P, J], and the hidden rows, all three times the
+    row's weight, in the dtype of gate_up; and the gradient of that weight [P], fp32.
+
+    d(silu) = sigmoid * (1 + gate * (1 - sigmoid)) = (1 + gate - silu) / denominator.
+    """
+    gate_PI, up_PI = _clamped(gate_up_PJ, clamp)
+    hidden_PI = act.hidden_PI.float()
+    scratch_PI = dh_PI * hidden_PI
+    dweights_P = _row_sum(scratch_PI)
+    d_gate_up_PJ = torch.empty_like(gate_up_PJ)
+    d_gate_PI, d_up_PI = d_gate_up_PJ.chunk(2, dim=1)
+    if weights_P is None:
+        scaled_hidden_PI = act.hidden_PI
+    else:
+        weights_P1 = weights_P.unsqueeze(1)
+        dh_PI.mul_(weights_P1)
+        scaled_hidden_PI = torch.mul(act.silu_PI, up_PI, out=scratch_PI).mul_(weights_P1).to(gate_up_PJ.dtype)
+    _multiply_into(d_up_PI, dh_PI, act.silu_PI)
+    slope_PI = torch.sub(gate_PI, act.silu_PI).add_(1.0).div_(act.denominator_PI).mul_(up_PI)
+    _multiply_into(d_gate_PI, dh_PI, slope_PI)
+    if clamp:
+        raw_gate_PI, raw_up_PI = gate_up_PJ.chunk(2, dim=1)
+        d_gate_PI.masked_fill_(raw_gate_PI > clamp, 0)
+        d_up_PI.masked_fill_(raw_up_PI.abs() > clamp, 0)
+    return d_gate_up_PJ, scaled_hidden_PI, dweights_P
+
+
+def _clamped(gate_up_PJ: Tensor, clamp: float) -> tuple[Tensor, Tensor]:
+    gate_PI, up_PI = gate_up_PJ.float().chunk(2, dim=1)
+    if clamp:
+        return gate_PI.clamp(max=clamp), up_PI.clamp(-clamp, clamp)
+    return gate_PI, up_PI
+
+
+def _multiply_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out = a * b in fp32, rounded once to the dtype of `out`."""
+    if out.dtype == a.dtype:
+        torch.mul(a, b, out=out)
+    else:
+        out.copy_(a * b)
+
+
+def _row_sum(values_PI: Tensor) -> Tensor:
+    """Sum of each row: blocks of 128 columns, then a chain over the blocks. fp32 [P]."""
+    first, *rest = (block.sum(1) for block in values_PI.split(SUM_BLOCK, dim=1))
+    for block in rest:
+        first.add_(block)
+    return first
+
+
+def _combine(slots: Iterable[Tensor], shape: torch.Size, device: torch.device, weights_TK: Tensor | None = None) -> Tensor:
+    """acc = +0; slot by slot acc = acc + weight * row, product and sum rounded apart. fp32 [T, H]."""
+    sum_TH = torch.zeros(shape, dtype=torch.float32, device=device)
+    for k, slot_TH in enumerate(slots):
+        rows_TH = slot_TH.float()
+        sum_TH.add_(rows_TH if weights_TK is None else rows_TH.mul_(weights_TK[:, k : k + 1]))
+    return sum_TH
+
+
+def _add_weight_grads(
+    grads: GradBuffers, schedule: Schedule, d_gate_up_PJ: Tensor, x_PH: Tensor, dy_PH: Tensor, hidden_PI: Tensor
+) -> None:
+    """Continue the chains in `grads` by one term per (expert, segment), segments in order.
+
+    The first segment of a lane is stored, later ones are added; where an expert has no rows there, its zeros are. So the bits
+    do not depend on which calls the segments come in.
+    """
+    lane_of_segment = schedule.grid.lane_of_segment
+    first_segment = {lane: lane_of_segment.index(lane) for lane in set(lane_of_segment) if not grads.started[lane]}
+    fresh = {(lane, expert) for lane in first_segment for expert in range(schedule.num_local_experts)}
+    for run in schedule.runs:
+        lane = lane_of_segment[run.segment]
+        first = (lane, run.expert) in fresh and first_segment[lane] == run.segment
+        if first:
+            fresh.remove((lane, run.expert))
+        elif (lane, run.expert) in fresh:
+            fresh.remove((lane, run.expert))
+            _zero(grads, lane, run.expert)
+        rows = -(-run.rows // SEGMENT_ROWS) * SEGMENT_ROWS
+        d_gate_up, x, dy, hidden = (part.narrow(0, run.start, rows) for part in (d_gate_up_PJ, x_PH, dy_PH, hidden_PI))
+        gate, up, down = grads.gate[lane, run.expert], grads.up[lane, run.expert], grads.down[lane, run.expert]
+        _term(first, (gate, up), d_gate_up, x)
+        _term(first, (down,), dy, hidden)
+    for lane, expert in fresh:
+        _zero(grads, lane, expert)
+
+
+def _term(first: bool, targets: tuple[Tensor, ...], a_MA: Tensor, b_MB: Tensor) -> None:
+    """Store (first) or add a^T b; its rows are dealt to the targets in equal shares, padded rows and columns left out."""
+    whole = _joined(*targets) if len(targets) == 2 else targets[0]
+    if first and whole is not None and whole.shape == (a_MA.shape[1], b_MB.shape[1]) and whole.stride(1) == 1:
+        _product_fp32(a_MA.t(), b_MB, whole)
+        return
+    term = _product_fp32(a_MA.t(), b_MB)
+    for target, part in zip(targets, term.chunk(len(targets)), strict=True):
+        part = part[: target.shape[0], : target.shape[1]]
+        if first:
+            target.copy_(part)
+        else:
+            target.add_(part)
+
+
+def _zero(grads: GradBuffers, lane: int, expert: int) -> None:
+    for buffer in (grads.gate, grads.up, grads.down):
+        buffer[lane, expert].zero_()
+
+
+def _gate_up_weights(gate_LIH: Tensor, up_LIH: Tensor) -> Tensor:
+    """[L, 2I, H], gate rows first: a view where the two lie together in memory, else a copy."""
+    if not (gate_LIH.shape[1] % GEMM_MULTIPLE or gate_LIH.shape[2] % GEMM_MULTIPLE):
+        joined = _joined(gate_LIH, up_LIH)
+        if joined is not None:
+            return _gemm_ready(joined)
+    return torch.cat((_pad_matrix(gate_LIH), _pad_matrix(up_LIH)), dim=1)
+
+
+def _joined(first: Tensor, second: Tensor) -> Tensor | None:
+    """The rows (dim -2) of `first`, then of `second`, as one view; None where they do not follow one another in memory."""
+    rows = first.shape[-2]
+    step = rows * first.stride(-2) * first.element_size()
+    same = first.stride() == second.stride() and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    if not same or second.data_ptr() - first.data_ptr() != step:
+        return None
+    return first.as_strided((*first.shape[:-2], 2 * rows, first.shape[-1]), first.stride())
+
+
+def _gemm_ready(weights: Tensor) -> Tensor:
+    """`weights` where its rows are contiguous and start on aligned addresses, else a copy of which that is true."""
+    size = weights.element_size()
+    aligned = weights.stride(-1) == 1 and not weights.data_ptr() % GEMM_ALIGNMENT_BYTES
+    if aligned and all(stride * size % GEMM_ALIGNMENT_BYTES == 0 for stride in weights.stride()[:-1]):
+        return weights
+    return weights.clone(memory_format=torch.contiguous_format)
+
+
+def _missing(size: int) -> int:
+    return -size % GEMM_MULTIPLE
+
+
+def _pad_columns(values_TX: Tensor) -> Tensor:
+    columns = _missing(values_TX.shape[1])
+    return pad(values_TX, (0, columns)) if columns else values_TX
+
+
+def _pad_rows(values_TX: Tensor) -> Tensor:
+    """Whole groups of 16 contiguous, aligned rows."""
+    return _gemm_ready(pad(values_TX, (0, 0, 0, _missing(values_TX.shape[0]))))
+
+
+def _pad_matrix(weights_LAB: Tensor) -> Tensor:
+    rows, columns = _missing(weights_LAB.shape[1]), _missing(weights_LAB.shape[2])
+    return pad(weights_LAB, (0, columns, 0, rows)) if rows or columns else weights_LAB
+
+
+def _true_columns(values_TH: Tensor, hidden_size: int) -> Tensor:
+    return values_TH if values_TH.shape[1] == hidden_size else values_TH[:, :hidden_size].contiguous()
+
+
+def _true_halves(values_TJ: Tensor, size: int) -> Tensor:
+    """Two blocks of columns, padded, as two blocks of `size` columns."""
+    first, second = values_TJ.chunk(2, dim=1)
+    return values_TJ if first.shape[1] == size else torch.cat((first[:, :size], second[:, :size]), dim=1)

@@ -1,0 +1,124 @@
+"""A whole MoE layer: the hub that routes, schedules, and has experts and shared experts computed and combined.
+
+Owns the layer's parameters and what it tells a trainer about a call. Knows nothing of optimizers or of how a backend works.
+Read next: `mok/model/router.py` and `mok/layer.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from mok.backends.interface import Options
+from mok.grid import CallGrid
+from mok.layer import moe_layer
+from mok.model.router import Router, Routing, router_linear
+from mok.transport.interface import Transport
+
+__all__ = ["MoE", "MoEStats"]
+
+
+@dataclass(frozen=True)
+class MoEStats:
+    """What a call of a layer did. balance_loss, z_loss: fp32 scalars to be added to the loss, see `mok.model.router.route`.
+    counts_CE: int64, routes of each of this rank's slices to each expert of all ranks."""
+
+    balance_loss: Tensor
+    z_loss: Tensor
+    counts_CE: Tensor
+
+
+class MoE(nn.Module):
+    """Router, E routed experts of width I of which each token sees K, and any number of shared experts.
+
+    Parameters, in `dtype`: router.weight [E, H]; w_gate_up [L, 2, I, H] and w_down [L, H, I], this rank's L = E / ranks
+    experts; with shared experts w_shared_gate_up [2S, H] (gate rows first) and w_shared_down [H, S], S their summed width;
+    with `shared_gate` also w_shared_gate [1, H]. fp32 gradients are added to `main_grad` of a parameter that has one, else go
+    to `.grad`.
+
+    backend, recompute, clamp: see `mok.moe`. score ... force_routing: see `mok.model.router.route` and `mok.config.MoEConfig`.
+    transport, ranks: for experts shared by several ranks. layer: the index that errors name.
+
+    Example: y = MoE(128, 256, num_experts=8, top_k=2)(torch.randn(4, 16, 128)).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        num_shared_experts: int = 0,
+        shared_intermediate_size: int = 0,
+        shared_gate: bool = False,
+        clamp: float = 0.0,
+        score: str = "softmax",
+        score_order: str = "before_top_k",
+        normalize_weights: bool = True,
+        scaling_factor: float = 1.0,
+        correction_bias: bool = False,
+        num_groups: int = 1,
+        top_groups: int = 1,
+        force_routing: str = "none",
+        backend: str = "auto",
+        recompute: str = "none",
+        transport: Transport | None = None,
+        ranks: int = 1,
+        layer: int = 0,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        routing = Routing(top_k, score, score_order, normalize_weights, scaling_factor, num_groups, top_groups, force_routing)
+        self.router = Router(
+            hidden_size, num_experts, routing, correction_bias=correction_bias, layer=layer, device=device, dtype=dtype
+        )
+        self.backend, self.options = backend, Options(clamp, recompute, transport)
+        local = num_experts // ranks
+        self.w_gate_up = _weight(local, 2, intermediate_size, hidden_size, device=device, dtype=dtype)
+        self.w_down = _weight(local, hidden_size, intermediate_size, device=device, dtype=dtype)
+        self.w_shared_gate_up = self.w_shared_down = self.w_shared_gate = None
+        if num_shared_experts:
+            width = num_shared_experts * (shared_intermediate_size or intermediate_size)
+            self.w_shared_gate_up = _weight(2 * width, hidden_size, device=device, dtype=dtype)
+            self.w_shared_down = _weight(hidden_size, width, device=device, dtype=dtype)
+            if shared_gate:
+                self.w_shared_gate = _weight(1, hidden_size, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., H] to [..., H], in the dtype of x, which is that of the parameters."""
+        return self.call(x.reshape(-1, x.shape[-1]))[0].view(x.shape)
+
+    def call(self, x_TH: Tensor, grid: CallGrid | None = None, valid_T: Tensor | None = None) -> tuple[Tensor, MoEStats]:
+        """What a trainer calls: y_TH and the statistics. grid: the call, one slice by default. valid_T: bool, False for
+        padding, which reaches no expert and counts in no loss."""
+        grid = grid or CallGrid()
+        routes = self.router(x_TH, grid, valid_T)
+        shared = scale_T = None
+        if self.w_shared_gate_up is not None and self.w_shared_down is not None:
+            shared = (self.w_shared_gate_up, self.w_shared_down)
+            if self.w_shared_gate is not None:
+                scale_T = 1.0 / (1.0 + torch.exp(-router_linear(x_TH, self.w_shared_gate).squeeze(1)))
+        y_TH, schedule = moe_layer(
+            x_TH,
+            routes.expert_ids_TK,
+            routes.weights_TK,
+            (self.w_gate_up, self.w_down),
+            options=self.options,
+            backend=self.backend,
+            grid=grid,
+            shared=shared,
+            shared_scale_T=scale_T,
+        )
+        counts_CE = schedule.counts_CE[grid.rank :: grid.ranks]
+        return y_TH, MoEStats(routes.balance_loss, routes.z_loss, counts_CE)
+
+
+def _weight(*shape: int, device: torch.device | None, dtype: torch.dtype | None) -> nn.Parameter:
+    """Normal with deviation 0.02, from torch's global generator; a trainer replaces it by numbers of its own."""
+    weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+    nn.init.normal_(weight, std=0.02)
+    return weight

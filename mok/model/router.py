@@ -1,0 +1,355 @@
+"""The router: which experts a token goes to, with what weights, and the losses that keep experts busy.
+
+Owns everything between the tokens and (expert ids, weights): fp32 whatever the model's dtype, ties to the lowest expert id,
+an explicit backward without scatter-add. Knows nothing of experts, schedules or trainers. Read next: `mok/model/moe.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from mok.errors import NonFiniteError, UsageError
+from mok.grid import CallGrid
+
+__all__ = ["Router", "Routes", "Routing", "route", "router_linear", "updated_bias"]
+
+GEMM_MULTIPLE = 16  # rows and columns, see docs/numerics.md
+SIGMOID_EPSILON = 1e-20  # added to the sum of sigmoid scores, as the published sigmoid routers do
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How logits become routes; the keys of `mok.config.MoEConfig` with the same names say what they mean."""
+
+    top_k: int
+    score: str = "softmax"
+    score_order: str = "before_top_k"
+    normalize_weights: bool = True
+    scaling_factor: float = 1.0
+    num_groups: int = 1
+    top_groups: int = 1
+    force_routing: str = "none"
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("score", self.score, ("softmax", "sigmoid")),
+            ("score_order", self.score_order, ("before_top_k", "after_top_k")),
+            ("force_routing", self.force_routing, ("none", "balanced", "skewed", "one-hot")),
+        ):
+            if value not in allowed:
+                raise UsageError(f"moe.{name} = {value!r}: must be one of {', '.join(allowed)}")
+        if self.score == "sigmoid" and self.score_order == "after_top_k":
+            raise UsageError("moe.score_order = after_top_k is for softmax only; use before_top_k, or moe.score = softmax")
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Where tokens go. Slots of a token are in order of rising expert id.
+
+    expert_ids_TK: int32; -1 for tokens that are padding. weights_TK: fp32. balance_loss, z_loss: fp32 scalars, each the mean
+    over this rank's slices of the call. All but the ids can be differentiated.
+    """
+
+    expert_ids_TK: Tensor
+    weights_TK: Tensor
+    balance_loss: Tensor
+    z_loss: Tensor
+
+
+def route(
+    logits_TE: Tensor,
+    routing: Routing,
+    bias_E: Tensor | None = None,
+    num_slices: int = 1,
+    valid_T: Tensor | None = None,
+) -> Routes:
+    """Routes of each token from its logits.
+
+    logits_TE: fp32 (or float64), T a multiple of `num_slices`. bias_E: fp32, added to the scores for choosing only. valid_T:
+    bool, False for padding, which gets no route and counts in no loss.
+
+    The chosen experts are the K highest scores (of logits with `after_top_k`), ties going to the lowest id; with groups, from
+    the `top_groups` groups whose two best scores sum highest. Their weights are the scores without the bias, divided by their
+    sum in descending order of choice if normalised (plus 1e-20 for sigmoid), times `scaling_factor`.
+
+    With n the tokens of a slice that are valid, c_e the routes to expert e among them and p_te the softmax of the logits (for
+    sigmoid, the scores divided by their sum), a slice has
+
+        balance loss = E * sum_e (c_e / (n K)) * (sum_t p_te / n)      1 if balanced, E/K if K experts get everything
+        z-loss       = sum_t logsumexp_e(logits_te)^2 / n
+    """
+    ids_TK, weights_TK, balance, z = _Route.apply(logits_TE, bias_E, routing, num_slices, valid_T)
+    return Routes(ids_TK, weights_TK, balance, z)
+
+
+def router_linear(x_TH: Tensor, w_EH: Tensor) -> Tensor:
+    """x w^T in fp32 (float64 for float64), whatever the dtypes: [T, E]. The weight's gradient goes to its `grad_sink` or
+    `main_grad`, if it has one."""
+    return _RouterLinear.apply(x_TH, w_EH)
+
+
+def updated_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
+    """The correction bias after an optimizer step: plus `rate` for experts with fewer routes than the mean, minus `rate` for
+    those with more. counts_E: integer, routes of the whole step over all ranks. Returns fp32."""
+    total = counts_E.sum()
+    return bias_E + rate * torch.sign(total - counts_E * counts_E.numel()).to(bias_E.dtype)
+
+
+class Router(nn.Module):
+    """Logits and routes of one MoE layer.
+
+    weight [E, H] in the model's dtype; correction_bias [E] (a buffer, or None) stays fp32 through every cast. layer: index that
+    errors name. Non-finite logits raise NonFiniteError at once on a CPU; elsewhere those tokens get no route, and
+    `num_bad_rows`, a device counter, grows by their number.
+    """
+
+    correction_bias: Tensor | None
+    num_bad_rows: Tensor
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        routing: Routing,
+        *,
+        correction_bias: bool = False,
+        layer: int = 0,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= routing.top_k <= num_experts:
+            raise UsageError(f"moe.top_k = {routing.top_k}: must be 1 to moe.num_experts = {num_experts}")
+        if num_experts % routing.num_groups or routing.top_groups * (num_experts // routing.num_groups) < routing.top_k:
+            raise UsageError(
+                f"moe.num_groups = {routing.num_groups}, top_groups = {routing.top_groups}: groups must share {num_experts} "
+                f"experts evenly, and the chosen ones hold at least top_k = {routing.top_k}"
+            )
+        self.routing, self.layer = routing, layer
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        nn.init.normal_(self.weight, std=0.02)
+        bias_E = torch.zeros(num_experts, dtype=torch.float32, device=device) if correction_bias else None
+        self.register_buffer("correction_bias", bias_E)
+        self.register_buffer("num_bad_rows", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
+
+    def forward(self, x_TH: Tensor, grid: CallGrid | None = None, valid_T: Tensor | None = None) -> Routes:
+        logits_TE = router_linear(x_TH, self.weight)
+        if x_TH.device.type == "cpu":
+            self._raise_if_not_finite(logits_TE.detach())
+        else:
+            finite_T = logits_TE.detach().isfinite().all(1)
+            self.num_bad_rows += (~finite_T).sum()
+            logits_TE = logits_TE.masked_fill(~finite_T.unsqueeze(1), 0)
+            valid_T = finite_T if valid_T is None else finite_T & valid_T
+        return route(logits_TE, self.routing, self.correction_bias, len((grid or CallGrid()).local_slices), valid_T)
+
+    @torch.no_grad()
+    def update_bias(self, counts_E: Tensor, rate: float) -> None:
+        """See `updated_bias`; once per optimizer step."""
+        assert self.correction_bias is not None
+        self.correction_bias.copy_(updated_bias(self.correction_bias, counts_E, rate))
+
+    def _raise_if_not_finite(self, logits_TE: Tensor) -> None:
+        if logits_TE.numel() == 0 or torch.stack(torch.aminmax(logits_TE)).isfinite().all():
+            return
+        bad = int((~logits_TE.isfinite().all(1)).sum())
+        raise NonFiniteError(
+            f"router of layer {self.layer}: {bad} of {logits_TE.shape[0]} rows of logits hold NaN or infinity; "
+            "look at the loss and gradient norm of the steps before, and lower optim.lr"
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Router:
+        """Casts and moves: the bias only moves. In bf16 it would stop growing at 256 updates."""
+        before = self.correction_bias
+        super()._apply(fn, recurse)
+        if before is not None and self.correction_bias is not None and self.correction_bias.dtype != torch.float32:
+            self.correction_bias = before.to(self.correction_bias.device)
+        return self
+
+
+class _RouterLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, w_EH: Tensor) -> Tensor:
+        ctx.save_for_backward(x_TH, w_EH)
+        rows, columns, inner = -x_TH.shape[0] % GEMM_MULTIPLE, -w_EH.shape[0] % GEMM_MULTIPLE, -x_TH.shape[1] % GEMM_MULTIPLE
+        x = F.pad(_wide(x_TH), (0, inner, 0, rows)) if rows or inner else _wide(x_TH)
+        w = F.pad(_wide(w_EH), (0, inner, 0, columns)) if columns or inner else _wide(w_EH)
+        return torch.mm(x, w.t())[: x_TH.shape[0], : w_EH.shape[0]].contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_TH, w_EH = ctx.saved_tensors
+        dx_TH = dw_EH = None
+        if ctx.needs_input_grad[0]:
+            rows, columns = -x_TH.shape[0] % GEMM_MULTIPLE, -x_TH.shape[1] % GEMM_MULTIPLE
+            w = F.pad(_wide(w_EH), (0, columns)) if columns else _wide(w_EH)
+            dlogits = F.pad(dlogits_TE, (0, 0, 0, rows)) if rows else dlogits_TE
+            dx_TH = torch.mm(dlogits, w)[: x_TH.shape[0], : x_TH.shape[1]].to(x_TH.dtype)
+        if ctx.needs_input_grad[1]:
+            sink, main = getattr(w_EH, "grad_sink", None), getattr(w_EH, "main_grad", None)
+            if sink is not None:
+                sink.product(dlogits_TE, _wide(x_TH))
+            elif main is not None:
+                main.add_(dlogits_TE.t() @ _wide(x_TH))
+            else:
+                dw_EH = (dlogits_TE.t() @ _wide(x_TH)).to(w_EH.dtype)
+        return dx_TH, dw_EH
+
+
+class _Route(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, routing: Routing, num_slices: int, valid_T: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        tokens = logits_TE.shape[0]
+        if tokens % num_slices:
+            raise UsageError(f"{tokens} tokens do not fill {num_slices} slices evenly; give every slice as many tokens")
+        if routing.score == "softmax":
+            scores_TE = torch.softmax(logits_TE, dim=1)
+        else:
+            scores_TE = torch.neg(logits_TE).exp_().add_(1.0).reciprocal_()
+        after = routing.score_order == "after_top_k"
+        ids_TK = _chosen(logits_TE if after else scores_TE, bias_E, routing)
+        chosen_TK = torch.softmax(logits_TE.gather(1, ids_TK), dim=1) if after else scores_TE.gather(1, ids_TK)
+        sum_T1 = None
+        if routing.normalize_weights and not after:
+            sum_T1 = chosen_TK.sum(1, keepdim=True)
+            if routing.score == "sigmoid":
+                sum_T1 += SIGMOID_EPSILON
+            chosen_TK = chosen_TK / sum_T1
+        if routing.top_k > 1:
+            ids_TK, order_TK = torch.sort(ids_TK, dim=1)
+            chosen_TK = chosen_TK.gather(1, order_TK)
+        weights_TK = chosen_TK if routing.scaling_factor == 1.0 else chosen_TK * routing.scaling_factor
+
+        probabilities_TE = scores_TE if routing.score == "softmax" else scores_TE / scores_TE.sum(1, keepdim=True)
+        if valid_T is not None:
+            ids_TK = ids_TK.masked_fill(~valid_T.unsqueeze(1), -1)
+            weights_TK = weights_TK.masked_fill(~valid_T.unsqueeze(1), 0)
+        balance, load_CE, valid_C = _balance_loss(probabilities_TE, ids_TK, num_slices, valid_T)
+        lse_T = torch.logsumexp(logits_TE, dim=1)
+        z = _slice_mean(lse_T.square(), num_slices, valid_T, valid_C)
+        ids_TK = ids_TK.to(torch.int32)
+        saved_logits_TE = None if routing.score == "softmax" else logits_TE
+        ctx.save_for_backward(
+            scores_TE, probabilities_TE, chosen_TK, sum_T1, ids_TK, load_CE, valid_C, lse_T, valid_T, saved_logits_TE
+        )
+        ctx.routing = routing
+        ctx.mark_non_differentiable(ids_TK)
+        ctx.set_materialize_grads(False)
+        return ids_TK, weights_TK, balance, z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: None, dweights_TK: Tensor | None, dbalance: Tensor | None, dz: Tensor | None) -> tuple[Any, ...]:
+        scores_TE, probabilities_TE, chosen_TK, sum_T1, ids_TK, load_CE, valid_C, lse_T, valid_T, logits_TE = ctx.saved_tensors
+        routing: Routing = ctx.routing
+        slice_tokens = scores_TE.shape[0] // valid_C.shape[0]
+        terms = []
+        if dweights_TK is not None:
+            dchosen_TK = dweights_TK * routing.scaling_factor
+            if valid_T is not None:
+                dchosen_TK.masked_fill_(~valid_T.unsqueeze(1), 0)
+            after = routing.score_order == "after_top_k"
+            if after or sum_T1 is not None:  # the quotient rule; a softmax over the chosen has the same form
+                dchosen_TK = dchosen_TK - (dchosen_TK * chosen_TK).sum(1, keepdim=True)
+                dchosen_TK = dchosen_TK * chosen_TK if after else dchosen_TK / sum_T1
+            # A token's ids differ, so every place is written once. Padding has id -1 and a gradient of 0.
+            d_TE = torch.zeros_like(scores_TE).scatter_(1, ids_TK.clamp(min=0).to(torch.int64), dchosen_TK)
+            if not after and routing.score == "softmax":
+                d_TE = (d_TE - (d_TE * scores_TE).sum(1, keepdim=True)) * scores_TE
+            elif not after:
+                d_TE = d_TE * scores_TE * (1.0 - scores_TE)
+            terms.append(d_TE)
+        if dbalance is not None:
+            factor_CE = load_CE * (load_CE.shape[1] * dbalance / valid_C.shape[0] / valid_C.clamp(min=1)).unsqueeze(1)
+            d_TE = _by_token(factor_CE, slice_tokens, valid_T)
+            d_TE = (d_TE - (d_TE * probabilities_TE).sum(1, keepdim=True)) * probabilities_TE
+            terms.append(d_TE if routing.score == "softmax" else d_TE * (1.0 - scores_TE))
+        if dz is not None:
+            factor_C1 = (2.0 * dz / valid_C.shape[0] / valid_C.clamp(min=1)).unsqueeze(1)
+            softmax_TE = scores_TE if logits_TE is None else torch.exp(logits_TE - lse_T.unsqueeze(1))
+            terms.append(_by_token(factor_C1, slice_tokens, valid_T) * lse_T.unsqueeze(1) * softmax_TE)
+        return sum(terms) if terms else None, None, None, None, None
+
+
+def _by_token(values_CX: Tensor, slice_tokens: int, valid_T: Tensor | None) -> Tensor:
+    """Each token gets the values of its slice, padding zeros."""
+    values_TX = values_CX.repeat_interleave(slice_tokens, 0)
+    return values_TX if valid_T is None else values_TX.masked_fill(~valid_T.unsqueeze(1), 0)
+
+
+def _chosen(scores_TE: Tensor, bias_E: Tensor | None, routing: Routing) -> Tensor:
+    """Ids of the K experts of each token, int64 [T, K], best first."""
+    if routing.force_routing != "none":
+        return _forced(*scores_TE.shape, routing, scores_TE.device)
+    choice_TE = scores_TE.clone() if bias_E is None else scores_TE + bias_E
+    if routing.num_groups > 1:
+        tokens, num_experts = choice_TE.shape
+        choice_TGS = choice_TE.view(tokens, routing.num_groups, num_experts // routing.num_groups)
+        best_two = choice_TGS.topk(min(2, choice_TGS.shape[2]), dim=2).values.sum(2)
+        closed_TG = torch.ones_like(best_two, dtype=torch.bool)
+        closed_TG.scatter_(1, _highest(best_two, routing.top_groups), False)
+        choice_TE = choice_TGS.masked_fill(closed_TG.unsqueeze(2), float("-inf")).view(tokens, num_experts)
+    return _highest(choice_TE, routing.top_k)
+
+
+def _highest(values_TE: Tensor, count: int) -> Tensor:
+    """Ids of the `count` highest values of each row, best first; `values` is destroyed. Of equal values the lowest id comes
+    first, which `topk` does not promise: `max` returns the first of them."""
+    ids = []
+    for _ in range(count):
+        id_T1 = values_TE.max(1, keepdim=True).indices
+        values_TE.scatter_(1, id_T1, float("-inf"))
+        ids.append(id_T1)
+    return torch.cat(ids, 1)
+
+
+def _forced(tokens: int, num_experts: int, routing: Routing, device: torch.device) -> Tensor:
+    """Routes that ignore the scores. balanced: round robin. one-hot: everything to the first K experts. skewed: K of E drawn
+    without replacement, expert e with weight 1 / (e + 1), the same draws every time."""
+    if routing.force_routing == "one-hot":
+        return torch.arange(routing.top_k, device=device).expand(tokens, -1)
+    if routing.force_routing == "balanced":
+        return torch.arange(tokens * routing.top_k, device=device).view(tokens, routing.top_k) % num_experts
+    uniform = torch.rand(tokens, num_experts, generator=torch.Generator().manual_seed(0)).to(device)
+    keys_TE = uniform.log() * torch.arange(1, num_experts + 1, device=device)  # of exponential variables the smallest win
+    return _highest(keys_TE, routing.top_k)
+
+
+def _balance_loss(
+    probabilities_TE: Tensor, ids_TK: Tensor, num_slices: int, valid_T: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of `route`, averaged over slices; each slice's share of routes per expert [C, E], and its valid tokens [C]."""
+    num_experts, top_k = probabilities_TE.shape[1], ids_TK.shape[1]
+    tokens = probabilities_TE.shape[0] // num_slices
+    if valid_T is None:
+        valid_C = probabilities_TE.new_full((num_slices,), float(tokens))
+    else:
+        valid_C = valid_T.view(num_slices, tokens).sum(1).to(probabilities_TE.dtype)
+        probabilities_TE = probabilities_TE.masked_fill(~valid_T.unsqueeze(1), 0)
+    ids_CN = ids_TK.reshape(num_slices, tokens * top_k)
+    sorted_CN = torch.sort(ids_CN, dim=1).values
+    borders = torch.arange(num_experts + 1, device=ids_TK.device).expand(num_slices, -1).contiguous()
+    counts_CE = torch.diff(torch.searchsorted(sorted_CN, borders), dim=1)
+    load_CE = counts_CE / (valid_C.clamp(min=1) * top_k).unsqueeze(1)
+    mean_CE = probabilities_TE.view(num_slices, tokens, num_experts).sum(1) / valid_C.clamp(min=1).unsqueeze(1)
+    return num_experts * (load_CE * mean_CE).sum(1).mean(), load_CE, valid_C
+
+
+def _slice_mean(values_T: Tensor, num_slices: int, valid_T: Tensor | None, valid_C: Tensor) -> Tensor:
+    """Mean over the valid tokens of each slice, then over slices."""
+    if valid_T is not None:
+        values_T = values_T.masked_fill(~valid_T, 0)
+    return (values_T.view(num_slices, -1).sum(1) / valid_C.clamp(min=1)).mean()
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()

@@ -1,0 +1,1 @@
+"""How rows of a MoE layer travel between the rank of a token and the rank of its expert."""
