@@ -39,7 +39,7 @@ def choose(name: str, shape: LayerShape, dtype: torch.dtype, device: torch.devic
         if reasons:
             raise UsageError(f"moe.backend = {name} cannot run here: {'; '.join(reasons)}")
         return backend, None
-    refused = []
+    refused: list[str] = []
     for candidate in AUTO:
         backend = import_module(BACKENDS[candidate])
         reasons = backend.why_not(shape, dtype, device)

@@ -289,7 +289,8 @@ def _by_token(values_CX: Tensor, slice_tokens: int, valid_T: Tensor | None) -> T
 def _chosen(scores_TE: Tensor, bias_E: Tensor | None, routing: Routing) -> Tensor:
     """Ids of the K experts of each token, int64 [T, K], best first."""
     if routing.force_routing != "none":
-        return _forced(*scores_TE.shape, routing, scores_TE.device)
+        tokens, num_experts = scores_TE.shape
+        return _forced(tokens, num_experts, routing, scores_TE.device)
     choice_TE = scores_TE.clone() if bias_E is None else scores_TE + bias_E
     if routing.num_groups > 1:
         tokens, num_experts = choice_TE.shape
