@@ -12,6 +12,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
+if not Path("/dev/nvidiactl").exists():
+    # Before anything imports Triton: without a GPU its kernels run in its interpreter (tests/kernels/interpreter.py).
+    os.environ["TRITON_INTERPRET"] = "1"
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip GPU tests where there is no GPU, and soak tests unless they are asked for."""

@@ -1,0 +1,485 @@
+"""The planner on the device: from expert ids to rows, groups and task records, in plain Triton, reading nothing back.
+
+Owns the integer arithmetic of rule 2 (`docs/numerics.md`) as kernels: a counting sort of routes by expert, then the task
+table of `mok/kernels/tasks.py`. Every result is a function of the ids alone: there are no atomics in which an order could show.
+Knows nothing of torch, launches or configuration. The readable counterparts are `mok/schedule.py` and
+`mok/reference/task_table.py`; read next `mok/launch/plan.py`, which allocates and launches.
+
+Words: the items of a slice (routes, or tokens) are cut into *runs* of RUN items that never cross a slice. An *m-tile* is two
+64-row blocks of one expert, the last one of an expert perhaps a single block. A *group* is up to `group_size` m-tiles of one
+expert, a *phase* `groups_per_phase` groups. BINS is the number of experts (or bins) rounded up to a power of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from mok.kernels.tasks import (
+    DH,
+    DOWN,
+    DW_DOWN,
+    DW_GATE_UP,
+    DW_RUN,
+    DX,
+    EXPERT,
+    FIELDS,
+    GATE_UP,
+    HALF,
+    KIND,
+    PART,
+    ROW,
+    ROW_BLOCK,
+    SIGNAL0,
+    SIGNAL1,
+    SIZE_BACKWARD_TASKS,
+    SIZE_FORWARD_TASKS,
+    SIZE_GROUPS,
+    SIZE_MTILES,
+    SIZE_ROWS,
+    STEPS,
+    TILE_C,
+    TILE_M,
+    TILE_N,
+    WAIT0,
+    WAIT0_TARGET,
+    WAIT1,
+    WAIT1_TARGET,
+    M,
+    N,
+)
+
+SEGMENT_ROWS = tl.constexpr(16)  # every (expert, segment) starts on a multiple: the k16 step of a weight gradient
+
+
+@triton.jit
+def load_run(bin_of_item, items_per_slice, runs_per_slice, num_bins, run, RUN: tl.constexpr):
+    """The bins of one run: (item indices, which of them exist, bins as int32, which bins are in range), each [RUN]."""
+    within = run % runs_per_slice * RUN + tl.arange(0, RUN)
+    exists = within < items_per_slice
+    item = run // runs_per_slice * items_per_slice + within
+    chosen = tl.load(bin_of_item + item, mask=exists, other=-1).to(tl.int32)
+    return item, exists, chosen, (chosen >= 0) & (chosen < num_bins)
+
+
+@triton.jit
+def count_runs(bin_of_item, count_of_run, items_per_slice, runs_per_slice, num_bins, RUN: tl.constexpr, BINS: tl.constexpr):
+    """Computes count_of_run[r, b] = items of run r in bin b.
+
+    Program: one run. Reads bin_of_item (any integer type; anything outside 0..num_bins-1 counts nowhere).
+    Writes count_of_run int32 [runs, BINS].
+    """
+    run = tl.program_id(0)
+    _, _, chosen, valid = load_run(bin_of_item, items_per_slice, runs_per_slice, num_bins, run, RUN)
+    counts = tl.histogram(tl.where(valid, chosen, 0), BINS, mask=valid)
+    tl.store(count_of_run + run * BINS + tl.arange(0, BINS), counts)
+
+
+@triton.jit
+def scan_runs(count_of_run, before_run, num_runs, BINS: tl.constexpr, RUNS: tl.constexpr, WIDTH: tl.constexpr):
+    """Computes before_run[r, b] = sum of count_of_run[r', b] over r' < r, for r = 0..num_runs.
+
+    Program: WIDTH bins, walking the runs RUNS at a time. Writes before_run int32 [num_runs + 1, BINS], the
+    totals in its last row.
+    """
+    bins = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    total = tl.zeros((WIDTH,), tl.int32)
+    for start in range(0, num_runs, RUNS):
+        runs = start + tl.arange(0, RUNS)
+        place = runs[:, None] * BINS + bins[None, :]
+        counts = tl.load(count_of_run + place, mask=runs[:, None] < num_runs, other=0)
+        up_to = tl.cumsum(counts, axis=0)
+        tl.store(before_run + place, total[None, :] + up_to - counts, mask=runs[:, None] < num_runs)
+        total += tl.sum(counts, axis=0)
+    tl.store(before_run + num_runs * BINS + bins, total)
+
+
+@triton.jit
+def rank_in_run(bin_of_item, item, exists, chosen):
+    """How many earlier items of the run share an item's bin, int32 [RUN]."""
+    other = tl.load(bin_of_item + item, mask=exists, other=-1).to(tl.int32)
+    earlier = (other[None, :] == chosen[:, None]) & (item[None, :] < item[:, None])
+    return tl.sum(earlier.to(tl.int32), axis=1)
+
+
+@triton.jit
+def place_experts(
+    before_run,
+    counts_CE,
+    row_in_expert_XE,
+    expert_start,
+    num_experts,
+    num_segments,
+    slices_per_segment,
+    runs_per_slice,
+    BINS: tl.constexpr,
+):
+    """Computes where each expert and each of its segments starts in the row buffers.
+
+    Program: one in all. Reads before_run [runs + 1, BINS].
+    Writes counts_CE [slices, num_experts] routes per slice and expert; row_in_expert_XE [segments, BINS] first row of the
+    segment relative to its expert, a multiple of 16; expert_start [num_experts + 1], multiples of 64, the rows in
+    all last.
+    Example: one segment, counts (3, 0, 70) give expert_start (0, 64, 64, 192).
+    """
+    expert = tl.arange(0, BINS)
+    real = expert < num_experts
+    rows = tl.zeros((BINS,), tl.int32)
+    for segment in range(num_segments):
+        tl.store(row_in_expert_XE + segment * BINS + expert, rows)
+        for position in range(slices_per_segment):
+            s = segment * slices_per_segment + position
+            first = tl.load(before_run + s * runs_per_slice * BINS + expert)
+            last = tl.load(before_run + (s + 1) * runs_per_slice * BINS + expert)
+            tl.store(counts_CE + s * num_experts + expert, last - first, mask=real)
+            rows += last - first
+        rows = (rows + SEGMENT_ROWS - 1) // SEGMENT_ROWS * SEGMENT_ROWS
+    rows = (rows + ROW_BLOCK - 1) // ROW_BLOCK * ROW_BLOCK
+    end = tl.cumsum(rows, axis=0)
+    tl.store(expert_start + expert, end - rows, mask=real)
+    tl.store(expert_start + num_experts, tl.sum(rows, axis=0))
+
+
+@triton.jit
+def place_routes(
+    expert_of_route_N,
+    before_run,
+    row_in_expert_XE,
+    expert_start,
+    row_of_route_N,
+    route_of_row_P,
+    routes_per_slice,
+    runs_per_slice,
+    slices_per_segment,
+    num_experts,
+    RUN: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """Computes the row of every route: rows of an expert in (segment, slice, token, slot) order.
+
+    Program: one run of routes. Writes row_of_route_N (-1 where the route is masked) and route_of_row_P, whose other entries the
+    launch has set to -1.
+    Example: experts (1, 0, 1, -1) with expert_start (0, 64) give rows (64, 0, 65, -1).
+    """
+    run = tl.program_id(0)
+    route, exists, expert, routed = load_run(expert_of_route_N, routes_per_slice, runs_per_slice, num_experts, run, RUN)
+    segment = run // runs_per_slice // slices_per_segment
+    first_run = segment * slices_per_segment * runs_per_slice
+    expert = tl.where(routed, expert, 0)
+    place = tl.load(expert_start + expert) + tl.load(row_in_expert_XE + segment * BINS + expert)
+    place += tl.load(before_run + run * BINS + expert) - tl.load(before_run + first_run * BINS + expert)
+    row = tl.where(routed, place + rank_in_run(expert_of_route_N, route, exists, expert), -1)
+    tl.store(row_of_route_N + route, row, mask=exists)
+    tl.store(route_of_row_P + row, route, mask=routed)
+
+
+@triton.jit
+def count_groups(
+    expert_start,
+    mtile_start,
+    group_start,
+    sizes,
+    num_experts,
+    group_size,
+    tiles_per_mtile,
+    weight_tasks,
+    FORWARD: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """Computes the m-tiles and groups before each expert, and how long the lists are.
+
+    Program: one in all. weight_tasks: tasks of all weight gradients, which only the backward has.
+    Writes mtile_start, group_start int32 [num_experts + 1], and its entries of `sizes`.
+    """
+    expert = tl.arange(0, BINS)
+    real = expert < num_experts
+    first = tl.load(expert_start + expert, mask=real, other=0)
+    last = tl.load(expert_start + expert + 1, mask=real, other=0)
+    mtiles = (last - first + TILE_M - 1) // TILE_M
+    groups = (mtiles + group_size - 1) // group_size
+    num_mtiles = tl.sum(mtiles, axis=0)
+    num_groups = tl.sum(groups, axis=0)
+    tl.store(mtile_start + expert, tl.cumsum(mtiles, axis=0) - mtiles, mask=real)
+    tl.store(group_start + expert, tl.cumsum(groups, axis=0) - groups, mask=real)
+    tl.store(mtile_start + num_experts, num_mtiles)
+    tl.store(group_start + num_experts, num_groups)
+    if FORWARD:
+        tl.store(sizes + SIZE_ROWS, tl.load(expert_start + num_experts))
+        tl.store(sizes + SIZE_FORWARD_TASKS, num_mtiles * tiles_per_mtile)
+        tl.store(sizes + SIZE_GROUPS, num_groups)
+        tl.store(sizes + SIZE_MTILES, num_mtiles)
+    else:
+        tl.store(sizes + SIZE_BACKWARD_TASKS, num_mtiles * tiles_per_mtile + weight_tasks)
+
+
+@triton.jit
+def owner(index, start, num_experts, BINS: tl.constexpr):
+    """Which expert's stretch [start[e], start[e + 1]) holds each index; num_experts beyond the last. int32 like `index`."""
+    expert = tl.arange(0, BINS)
+    end = tl.load(start + expert + 1, mask=expert < num_experts, other=2147483647)
+    return tl.sum((end[None, :] <= index[:, None]).to(tl.int32), axis=1)
+
+
+@triton.jit
+def describe_blocks(
+    expert_start,
+    mtile_start,
+    group_start,
+    expert_of_block_B,
+    group_of_block_B,
+    expert_of_mtile,
+    mtile_of_group,
+    group_target_G,
+    num_experts,
+    group_size,
+    signals_per_block,
+    num_blocks_max,
+    num_mtiles_max,
+    FORWARD: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """Computes what a block, an m-tile and a group belong to.
+
+    Program: WIDTH indices of each kind. Beyond the end: expert 0, group 0, target 0, and in mtile_of_group all m-tiles.
+    Writes expert_of_block_B, group_of_block_B and group_target_G [num_blocks_max] (forward only), expert_of_mtile
+    [num_mtiles_max], mtile_of_group [num_mtiles_max + 1].
+    """
+    index = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    expert = owner(index, mtile_start, num_experts, BINS)
+    tl.store(expert_of_mtile + index, tl.where(expert < num_experts, expert, 0), mask=index < num_mtiles_max)
+
+    expert = owner(index, group_start, num_experts, BINS)
+    inside = expert < num_experts
+    expert = tl.where(inside, expert, 0)
+    group = index - tl.load(group_start + expert)
+    first_mtile = tl.load(mtile_start + expert) + group * group_size
+    first_mtile = tl.where(inside, first_mtile, tl.load(mtile_start + num_experts))
+    tl.store(mtile_of_group + index, first_mtile, mask=index <= num_mtiles_max)
+
+    if FORWARD:
+        blocks = (tl.load(expert_start + expert + 1) - tl.load(expert_start + expert)) // ROW_BLOCK
+        blocks = tl.minimum(blocks - 2 * group * group_size, 2 * group_size)
+        target = tl.where(inside, blocks * signals_per_block, 0)
+        tl.store(group_target_G + index, target, mask=index < num_blocks_max)
+
+        expert = owner(index * ROW_BLOCK, expert_start, num_experts, BINS)
+        inside = expert < num_experts
+        expert = tl.where(inside, expert, 0)
+        mtile = (index - tl.load(expert_start + expert) // ROW_BLOCK) // 2
+        group = tl.where(inside, tl.load(group_start + expert) + mtile // group_size, 0)
+        tl.store(expert_of_block_B + index, expert, mask=index < num_blocks_max)
+        tl.store(group_of_block_B + index, group, mask=index < num_blocks_max)
+
+
+@triton.jit
+def with_field(records, field: tl.constexpr, values):
+    """`records` [n, 16] with column `field` set to `values` [n]."""
+    return tl.where(tl.arange(0, FIELDS)[None, :] == field, values[:, None], records)
+
+
+@triton.jit
+def write_tile_tasks(
+    tasks,
+    expert_start,
+    mtile_start,
+    group_start,
+    expert_of_mtile,
+    mtile_of_group,
+    num_experts,
+    group_size,
+    groups_per_phase,
+    first_tiles,
+    second_tiles,
+    hidden_size,
+    intermediate_size,
+    units,
+    num_blocks_max,
+    FORWARD: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Writes the records of GATE_UP and DOWN (forward) or DH and DX, each where the order of the list puts it.
+
+    Program: WIDTH tasks, numbered by (m-tile, tile); `first_tiles` of an m-tile are of the first kind, then `second_tiles` of
+    the second. Order (A first kind, B second, one stretch per phase): A0, A1, B0, A2, B1, ..., with groups in order inside a
+    stretch, and inside a group columns outside, m-tiles inside. So a stretch starts at a*(m-tiles of its A stretches so far) +
+    b*(those of its B stretches), which needs the first m-tile of three phases only.
+    Example: a = b = 1, three groups of one m-tile, one group a phase: A0 A1 B0 A2 B1 B2.
+    """
+    tiles = first_tiles + second_tiles
+    index = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    mtile = index // tiles
+    num_mtiles = tl.load(mtile_start + num_experts)
+    num_groups = tl.load(group_start + num_experts)
+    exists = mtile < num_mtiles
+    tile = index % tiles
+    is_first = tile < first_tiles
+    column = tl.where(is_first, tile, tile - first_tiles)
+
+    expert = tl.load(expert_of_mtile + mtile, mask=exists, other=0)
+    expert_mtile = tl.load(mtile_start + expert)
+    expert_mtiles = tl.load(mtile_start + expert + 1) - expert_mtile
+    expert_row = tl.load(expert_start + expert)
+    expert_rows = tl.load(expert_start + expert + 1) - expert_row
+    group_in_expert = (mtile - expert_mtile) // group_size
+    group_mtile = expert_mtile + group_in_expert * group_size
+    length = tl.minimum(expert_mtiles - group_in_expert * group_size, group_size)
+    phase = (tl.load(group_start + expert) + group_in_expert) // groups_per_phase
+    phase_group = phase * groups_per_phase
+    before = tl.load(mtile_of_group + tl.minimum(tl.maximum(phase_group - groups_per_phase, 0), num_groups))
+    after = tl.load(mtile_of_group + tl.minimum(phase_group + 2 * groups_per_phase, num_groups))
+    inside = column * length + mtile - group_mtile
+    first_place = first_tiles * group_mtile + second_tiles * before + inside
+    second_place = first_tiles * after + second_tiles * group_mtile + inside
+    place = tl.where(is_first, first_place, second_place)
+
+    row = expert_row + (mtile - expert_mtile) * TILE_M
+    half = (expert_row + expert_rows - row == ROW_BLOCK).to(tl.int32)
+    block = row // ROW_BLOCK
+    group = tl.load(group_start + expert) + group_in_expert
+    arrived = 1 + block
+    ready = 1 + num_blocks_max + block
+    steps_h = (hidden_size + TILE_C - 1) // TILE_C
+    steps_i = (intermediate_size + TILE_C - 1) // TILE_C
+    records = tl.zeros((WIDTH, FIELDS), tl.int32)
+    records = with_field(records, EXPERT, expert)
+    records = with_field(records, ROW, row)
+    records = with_field(records, HALF, half)
+    records = with_field(records, WAIT0, tl.where(is_first, arrived, ready))
+    records = with_field(records, WAIT0_TARGET, tl.where(is_first, units, (2 - half) * first_tiles))
+    records = with_field(records, WAIT1, tl.where(is_first, arrived + 1 - half, 0))
+    records = with_field(records, WAIT1_TARGET, tl.where(is_first, units, 0))
+    if FORWARD:
+        records = with_field(records, KIND, tl.where(is_first, GATE_UP, DOWN))
+        records = with_field(records, N, column * tl.where(is_first, TILE_N // 2, TILE_N))
+        records = with_field(records, STEPS, tl.where(is_first, steps_h, steps_i))
+        records = with_field(records, SIGNAL0, tl.where(is_first, ready, 1 + 2 * num_blocks_max + group))
+        records = with_field(records, SIGNAL1, tl.where(is_first, -1, 0))
+    else:
+        records = with_field(records, KIND, tl.where(is_first, DH, DX))
+        records = with_field(records, N, column * TILE_N)
+        records = with_field(records, STEPS, tl.where(is_first, steps_h, 2 * steps_i))
+        records = with_field(records, SIGNAL0, tl.where(is_first, ready, 0))
+        records = with_field(records, SIGNAL1, tl.where(is_first, 1 + 2 * num_blocks_max + expert, -1))
+    fields = place.to(tl.int64)[:, None] * FIELDS + tl.arange(0, FIELDS)[None, :]
+    tl.store(tasks + fields, records, mask=exists[:, None])
+
+
+@triton.jit
+def write_weight_tasks(
+    tasks,
+    expert_start,
+    mtile_start,
+    num_experts,
+    tiles_per_mtile,
+    hidden_size,
+    intermediate_size,
+    units,
+    num_blocks_max,
+    WIDTH: tl.constexpr,
+):
+    """Writes the records of the weight gradients, after the `tiles_per_mtile` tasks of every m-tile.
+
+    Program: WIDTH tasks, numbered by (expert, task); for each expert DW_DOWN, then DW_GATE_UP. Output tiles go in runs of 16
+    rows of tiles: columns outside, the rows of the run inside.
+    """
+    rows_h = (hidden_size + TILE_M - 1) // TILE_M
+    rows_i = (intermediate_size + TILE_M - 1) // TILE_M
+    columns_h = (hidden_size + TILE_N - 1) // TILE_N
+    columns_i = (intermediate_size + TILE_N - 1) // TILE_N
+    down_tasks = rows_h * columns_i
+    tasks_per_expert = down_tasks + 2 * rows_i * columns_h
+    index = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    expert = index // tasks_per_expert
+    exists = expert < num_experts
+    task = index % tasks_per_expert
+    is_down = task < down_tasks
+    task = tl.where(is_down, task, task - down_tasks)
+    tile_rows = tl.where(is_down, rows_h, 2 * rows_i)
+    columns = tl.where(is_down, columns_i, columns_h)
+    run = task // (DW_RUN * columns)
+    height = tl.minimum(tile_rows - run * DW_RUN, DW_RUN)
+    task -= run * DW_RUN * columns
+    tile_row = run * DW_RUN + task % height
+    part = tl.where(is_down, 0, tile_row // rows_i)
+
+    first_row = tl.load(expert_start + expert, mask=exists, other=0)
+    blocks = (tl.load(expert_start + expert + 1, mask=exists, other=0) - first_row) // ROW_BLOCK
+    records = tl.zeros((WIDTH, FIELDS), tl.int32)
+    records = with_field(records, KIND, tl.where(is_down, DW_DOWN, DW_GATE_UP))
+    records = with_field(records, EXPERT, expert)
+    records = with_field(records, ROW, first_row)
+    records = with_field(records, M, (tile_row - part * rows_i) * TILE_M)
+    records = with_field(records, N, task // height * TILE_N)
+    records = with_field(records, STEPS, blocks)
+    records = with_field(records, WAIT0, 1 + 2 * num_blocks_max + expert)
+    records = with_field(records, WAIT0_TARGET, blocks * columns_i)
+    records = with_field(records, WAIT1, tl.where(is_down, 0, 1 + 2 * num_blocks_max + num_experts + expert))
+    records = with_field(records, WAIT1_TARGET, tl.where(is_down, 0, blocks * units))
+    records = with_field(records, SIGNAL0, tl.full((WIDTH,), -1, tl.int32))
+    records = with_field(records, SIGNAL1, tl.full((WIDTH,), -1, tl.int32))
+    records = with_field(records, PART, part)
+    place = tl.load(mtile_start + num_experts) * tiles_per_mtile + index
+    fields = place.to(tl.int64)[:, None] * FIELDS + tl.arange(0, FIELDS)[None, :]
+    tl.store(tasks + fields, records, mask=exists[:, None])
+
+
+@triton.jit
+def bin_tokens(
+    row_of_route_N,
+    group_of_block_B,
+    group_start,
+    bin_of_token_T,
+    num_tokens,
+    num_experts,
+    num_bins,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Computes the bin in which each token becomes complete: of the last group among its rows, 0 if it has no row.
+
+    Program: WIDTH tokens. With no more groups than bins a bin is a group; else bins are equal stretches of groups.
+    """
+    token = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    exists = token < num_tokens
+    num_groups = tl.load(group_start + num_experts)
+    last = tl.zeros((WIDTH,), tl.int32)
+    for slot in range(K):
+        row = tl.load(row_of_route_N + token.to(tl.int64) * K + slot, mask=exists, other=-1)
+        group = tl.load(group_of_block_B + row // ROW_BLOCK, mask=row >= 0, other=0)
+        last = tl.maximum(last, group)
+    groups_per_bin = tl.maximum((num_groups + num_bins - 1) // num_bins, 1)
+    tl.store(bin_of_token_T + token, last // groups_per_bin, mask=exists)
+
+
+@triton.jit
+def order_tokens(
+    bin_of_token_T,
+    before_run,
+    group_start,
+    combine_token_T,
+    combine_group_T,
+    num_tokens,
+    num_experts,
+    num_bins,
+    num_runs,
+    RUN: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """Computes the tokens in the order in which they become complete, ties in token order.
+
+    Program: one run of tokens. Writes combine_token_T, and combine_group_T: the last group of the token's bin.
+    Example: bins (2, 0, 2) give tokens (1, 0, 2), groups (0, 2, 2).
+    """
+    run = tl.program_id(0)
+    token, exists, chosen, valid = load_run(bin_of_token_T, num_tokens, num_runs, num_bins, run, RUN)
+    bins = tl.arange(0, BINS)
+    total = tl.load(before_run + num_runs * BINS + bins)
+    start = tl.sum(tl.where(bins[None, :] < chosen[:, None], total[None, :], 0), axis=1)
+    chosen = tl.where(valid, chosen, 0)
+    place = start + tl.load(before_run + run * BINS + chosen) + rank_in_run(bin_of_token_T, token, exists, chosen)
+    num_groups = tl.load(group_start + num_experts)
+    groups_per_bin = tl.maximum((num_groups + num_bins - 1) // num_bins, 1)
+    group = tl.minimum((chosen + 1) * groups_per_bin, tl.maximum(num_groups, 1)) - 1
+    tl.store(combine_token_T + place, token, mask=exists)
+    tl.store(combine_group_T + place, group, mask=exists)

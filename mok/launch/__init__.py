@@ -1,0 +1,1 @@
+"""Host side of the kernels: which configuration, what memory, the launches."""

@@ -1,0 +1,282 @@
+"""Launches the planner: rows, task table and combine order of one call, made on the device without waiting for it.
+
+Owns the allocation of every planning array, with upper bounds that the host knows, and the order of the launches. The device
+knows the real sizes (`DevicePlan.sizes`); nothing here reads them. Must not know what the tasks compute. Read next:
+`mok/kernels/plan.py`, the kernels; `mok/reference/task_table.py`, the same lists in loops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mok.errors import UsageError
+from mok.grid import CallGrid
+from mok.kernels import plan as kernels
+from mok.kernels import tasks
+
+__all__ = ["DevicePlan", "TaskOrder", "max_rows", "plan_on_device", "plan_tables"]
+
+RUN = 128
+"""Items of one run of the counting sort: comparing all pairs of a run stays in registers."""
+
+SCAN_RUNS = 256
+"""Runs that the scan over runs takes at a time."""
+
+MAX_BINS = 512
+"""Bins of the combine order; with more groups than bins, neighbouring groups share one."""
+
+WIDTH = 128
+"""Records, blocks or tokens of one program."""
+
+FIELDS = tasks.FIELDS.value
+ROW_BLOCK = tasks.ROW_BLOCK.value
+
+
+@dataclass(frozen=True)
+class TaskOrder:
+    """In which order the tiles of one pass are listed; changes time and cache traffic, never a bit.
+
+    group_size: m-tiles of an expert that are walked together.
+    groups_per_phase: groups whose first products are all listed before their second; 0 for all.
+    """
+
+    group_size: int = 16
+    groups_per_phase: int = 0
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """What the kernels of one call walk. T tokens, K slots, N = T*K routes, E experts here, P rows and B 64-row blocks at most;
+    int32 tensors on the device of the ids. Entries beyond the real sizes are as stated.
+
+    counts_CE: routes of each slice to each expert.
+    row_of_route_N: -1 for a masked route. route_of_row_P: -1 for padding and beyond the last row.
+    expert_start: [E + 1] first row of each expert, the last entry the rows in all; multiples of 64.
+    expert_of_block_B: 0 beyond the last block.
+    sizes: rows, forward tasks, backward tasks, groups, m-tiles, and three zeros.
+    forward_tasks, backward_tasks: records [capacity, 16]; backward None where it was not asked for.
+    group_target_G: [B] signals that complete each group of the forward; 0 beyond the last.
+    combine_token_T: tokens in the order in which the forward completes them. combine_group_T: the group that each of those
+        waits for, never falling.
+    """
+
+    num_tokens: int
+    top_k: int
+    num_experts: int
+    max_rows: int
+    counts_CE: Tensor
+    row_of_route_N: Tensor
+    route_of_row_P: Tensor
+    expert_start: Tensor
+    expert_of_block_B: Tensor
+    sizes: Tensor
+    forward_tasks: Tensor
+    backward_tasks: Tensor | None
+    group_target_G: Tensor
+    combine_token_T: Tensor
+    combine_group_T: Tensor
+
+    @property
+    def max_blocks(self) -> int:
+        return self.max_rows // ROW_BLOCK
+
+
+def max_rows(num_routes: int, num_experts: int, num_segments: int = 1) -> int:
+    """Rows that hold any distribution of `num_routes`, every segment padded to 16 rows and every expert to 64; at least 64.
+
+    Example: 100 routes to 8 experts of one segment: 100 + 8 * 63 = 604, so at most 576 rows.
+    """
+    padding = (ROW_BLOCK - 1) * min(num_experts, num_routes)
+    if num_segments > 1:
+        padding = 15 * min(num_experts * num_segments, num_routes) + 48 * min(num_experts, num_routes)
+    return max((num_routes + padding) // ROW_BLOCK * ROW_BLOCK, ROW_BLOCK)
+
+
+def plan_on_device(
+    expert_ids_TK: Tensor,
+    num_experts: int,
+    hidden_size: int,
+    intermediate_size: int,
+    forward_order: TaskOrder,
+    backward_order: TaskOrder | None,
+    *,
+    grid: CallGrid | None = None,
+    units: int = 1,
+) -> DevicePlan:
+    """The plan of the routes `expert_ids_TK` (int32 or int64 [T, K]; -1, like any other id out of range, masks a route).
+
+    backward_order: None leaves the backward's table out. grid: the call, one rank; None is one slice.
+    units: signals that the mover will give for each 64-row block of rows.
+    Raises UsageError for tokens that do not fill whole slices, or more than one rank.
+    """
+    grid = grid or CallGrid()
+    tokens, top_k = expert_ids_TK.shape
+    if grid.ranks > 1:
+        raise UsageError(f"the device planner places routes of one rank, not of {grid.ranks}; use mok.schedule.build_schedule")
+    if tokens % grid.num_slices:
+        raise UsageError(
+            f"{tokens} tokens do not fill {grid.num_slices} slices evenly; give every slice the same number of tokens"
+        )
+    ids = expert_ids_TK.contiguous()
+    device = ids.device
+    rows = max_rows(ids.numel(), num_experts, grid.num_segments)
+    routes_per_slice = ids.numel() // grid.num_slices
+    runs_per_slice = ceil_div(routes_per_slice, RUN)
+    bins = bin_count(num_experts)
+    before = count_before(ids, routes_per_slice, grid.num_slices, num_experts, bins)
+    counts_CE = empty(device, grid.num_slices, num_experts)
+    row_in_expert_XE = empty(device, grid.num_segments, bins)
+    expert_start = empty(device, num_experts + 1)
+    kernels.place_experts[(1,)](
+        before, counts_CE, row_in_expert_XE, expert_start, num_experts, grid.num_segments, grid.segment, runs_per_slice,
+        BINS=bins,
+    )  # fmt: skip
+    row_of_route_N = empty(device, ids.numel())
+    route_of_row_P = torch.full((rows,), -1, dtype=torch.int32, device=device)
+    if ids.numel():
+        kernels.place_routes[(grid.num_slices * runs_per_slice,)](
+            ids, before, row_in_expert_XE, expert_start, row_of_route_N, route_of_row_P,
+            routes_per_slice, runs_per_slice, grid.segment, num_experts, RUN=RUN, BINS=bins, num_warps=8,
+        )  # fmt: skip
+    return plan_tables(
+        row_of_route_N.view(tokens, top_k),
+        route_of_row_P,
+        expert_start,
+        counts_CE,
+        hidden_size,
+        intermediate_size,
+        forward_order,
+        backward_order,
+        units=units,
+    )
+
+
+def plan_tables(
+    row_of_route_TK: Tensor,
+    route_of_row_P: Tensor,
+    expert_start: Tensor,
+    counts_CE: Tensor,
+    hidden_size: int,
+    intermediate_size: int,
+    forward_order: TaskOrder,
+    backward_order: TaskOrder | None,
+    *,
+    units: int = 1,
+) -> DevicePlan:
+    """The rest of a plan, for rows that are already placed: `plan_on_device`'s own, or those of a schedule over several ranks.
+
+    row_of_route_TK: int32 [T, K]. route_of_row_P: int32 [P], P a multiple of 64. expert_start: int32 [E + 1], multiples of 64.
+    """
+    device = expert_start.device
+    tokens, top_k = row_of_route_TK.shape
+    num_experts = expert_start.shape[0] - 1
+    rows = route_of_row_P.shape[0]
+    blocks = rows // ROW_BLOCK
+    mtiles = min(blocks, ceil_div(blocks, 2) + num_experts)
+    bins = bin_count(num_experts)
+    sizes = torch.zeros(8, dtype=torch.int32, device=device)
+    expert_of_block_B, group_of_block_B, group_target_G = (empty(device, blocks) for _ in range(3))
+    rows_h, rows_i = ceil_div(hidden_size, 128), ceil_div(intermediate_size, 128)
+    columns_h, columns_i = ceil_div(hidden_size, 256), ceil_div(intermediate_size, 256)
+    weight_tasks = num_experts * (rows_h * columns_i + 2 * rows_i * columns_h)
+
+    def tile_tasks(order: TaskOrder, first_tiles: int, forward: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """(records, m-tiles before each expert, groups before each expert) of the forward's or backward's tile tasks."""
+        tiles = first_tiles + columns_h
+        capacity = mtiles * tiles + (0 if forward else weight_tasks)
+        records = empty(device, capacity, FIELDS)
+        mtile_start, group_start = empty(device, num_experts + 1), empty(device, num_experts + 1)
+        expert_of_mtile, mtile_of_group = empty(device, mtiles), empty(device, mtiles + 1)
+        groups_per_phase = order.groups_per_phase or mtiles
+        kernels.count_groups[(1,)](
+            expert_start, mtile_start, group_start, sizes, num_experts, order.group_size,
+            tiles, weight_tasks, FORWARD=forward, BINS=bins,
+        )  # fmt: skip
+        kernels.describe_blocks[(ceil_div(max(blocks, mtiles + 1), WIDTH),)](
+            expert_start, mtile_start, group_start, expert_of_block_B, group_of_block_B, expert_of_mtile, mtile_of_group,
+            group_target_G, num_experts, order.group_size, columns_h, blocks, mtiles, FORWARD=forward, WIDTH=WIDTH, BINS=bins,
+        )  # fmt: skip
+        kernels.write_tile_tasks[(ceil_div(mtiles * tiles, WIDTH),)](
+            records, expert_start, mtile_start, group_start, expert_of_mtile, mtile_of_group, num_experts, order.group_size,
+            groups_per_phase, first_tiles, columns_h, hidden_size, intermediate_size, units, blocks,
+            FORWARD=forward, WIDTH=WIDTH,
+        )  # fmt: skip
+        return records, mtile_start, group_start
+
+    forward_tasks, _, group_start = tile_tasks(forward_order, rows_i, True)
+    backward_tasks = None
+    if backward_order is not None:
+        backward_tasks, mtile_start, _ = tile_tasks(backward_order, columns_i, False)
+        kernels.write_weight_tasks[(ceil_div(weight_tasks, WIDTH),)](
+            backward_tasks, expert_start, mtile_start, num_experts, columns_i + columns_h, hidden_size, intermediate_size,
+            units, blocks, WIDTH=WIDTH,
+        )  # fmt: skip
+    combine_token_T, combine_group_T = order_tokens(row_of_route_TK, group_of_block_B, group_start, mtiles)
+    return DevicePlan(
+        num_tokens=tokens,
+        top_k=top_k,
+        num_experts=num_experts,
+        max_rows=rows,
+        counts_CE=counts_CE,
+        row_of_route_N=row_of_route_TK.view(-1),
+        route_of_row_P=route_of_row_P,
+        expert_start=expert_start,
+        expert_of_block_B=expert_of_block_B,
+        sizes=sizes,
+        forward_tasks=forward_tasks,
+        backward_tasks=backward_tasks,
+        group_target_G=group_target_G,
+        combine_token_T=combine_token_T,
+        combine_group_T=combine_group_T,
+    )
+
+
+def order_tokens(
+    row_of_route_TK: Tensor, group_of_block_B: Tensor, group_start: Tensor, max_groups: int
+) -> tuple[Tensor, Tensor]:
+    """(tokens in the order of completion, the group each waits for), both int32 [T]."""
+    tokens, top_k = row_of_route_TK.shape
+    device = row_of_route_TK.device
+    num_experts = group_start.shape[0] - 1
+    num_bins = min(MAX_BINS, bin_count(max_groups))
+    bin_of_token_T, combine_token_T, combine_group_T = (empty(device, tokens) for _ in range(3))
+    if tokens:
+        kernels.bin_tokens[(ceil_div(tokens, WIDTH),)](
+            row_of_route_TK, group_of_block_B, group_start, bin_of_token_T, tokens, num_experts, num_bins, K=top_k, WIDTH=WIDTH
+        )  # fmt: skip
+        before = count_before(bin_of_token_T, tokens, 1, num_bins, num_bins)
+        runs = ceil_div(tokens, RUN)
+        kernels.order_tokens[(runs,)](
+            bin_of_token_T, before, group_start, combine_token_T, combine_group_T, tokens, num_experts, num_bins, runs,
+            RUN=RUN, BINS=num_bins, num_warps=8,
+        )  # fmt: skip
+    return combine_token_T, combine_group_T
+
+
+def count_before(bin_of_item: Tensor, items_per_slice: int, num_slices: int, num_bins: int, bins: int) -> Tensor:
+    """Items in each bin before each run of items, and in all: int32 [runs + 1, bins]."""
+    runs_per_slice = ceil_div(items_per_slice, RUN)
+    runs = num_slices * runs_per_slice
+    counts = empty(bin_of_item.device, runs, bins)
+    before = empty(bin_of_item.device, runs + 1, bins)
+    if runs:
+        kernels.count_runs[(runs,)](bin_of_item, counts, items_per_slice, runs_per_slice, num_bins, RUN=RUN, BINS=bins)
+    width = min(bins, 16)
+    kernels.scan_runs[(bins // width,)](counts, before, runs, BINS=bins, RUNS=SCAN_RUNS, WIDTH=width, num_warps=8)
+    return before
+
+
+def bin_count(num_bins: int) -> int:
+    """The power of two that holds `num_bins`, at least a warp's 32."""
+    return max(32, 1 << (num_bins - 1).bit_length())
+
+
+def ceil_div(value: int, divisor: int) -> int:
+    return -(-value // divisor)
+
+
+def empty(device: torch.device, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.int32, device=device)
