@@ -17,21 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
+from mok.shapes import LayerShape
 from mok.transport.interface import Transport
 
 __all__ = ["ExpertWeights", "InputGrads", "LayerShape", "Options", "SharedGrads", "SharedWeights"]
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """The sizes of a MoE layer that decide what can run it. shared_size: summed width of the shared experts, 0 for none."""
-
-    hidden_size: int
-    intermediate_size: int
-    num_experts: int
-    top_k: int
-    ranks: int = 1
-    shared_size: int = 0
 
 
 @dataclass(frozen=True)
