@@ -103,6 +103,11 @@ class Schedule:
         return int((self.row_of_route_N < 0).sum())
 
     @cached_property
+    def exchange(self) -> ExchangeMaps:
+        """`exchange_maps` of this schedule, made once for all exchanges of a layer."""
+        return exchange_maps(self)
+
+    @cached_property
     def token_of_row_P(self) -> Tensor:
         """int64, the token each row of the buffer holds; 0 for padding rows."""
         return self.route_of_row_P.clamp(min=0) // self.expert_ids_TK.shape[1]

@@ -13,7 +13,7 @@ import torch
 
 from mok.determinism.digest import bytes_of
 
-__all__ = ["Difference", "compare_states", "compare_tensors", "ulp_distance"]
+__all__ = ["INTEGER_OF_SIZE", "Difference", "compare_states", "compare_tensors", "ulp_distance"]
 
 INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
