@@ -90,8 +90,9 @@ def find(name_or_path: str) -> Path:
         raise RecipeError([Problem(name_or_path, "is a folder", "name a recipe file in it")])
     if looks_like_path:
         raise RecipeError([Problem(name_or_path, "there is no such file", "check the path, or see `mok recipes list`")])
-    names = ", ".join(shipped())
-    raise RecipeError([Problem(name_or_path, "is neither a shipped recipe nor a file", f"shipped are: {names}")])
+    near = _nearest(name_or_path, shipped())
+    fix = f"did you mean {near}?" if near else f"shipped are: {', '.join(shipped())}"
+    raise RecipeError([Problem(name_or_path, "is neither a shipped recipe nor a file", fix)])
 
 
 def load(name_or_path: str, overrides: Sequence[str] = (), *, seed: int | None = None, steps: int | None = None) -> Recipe:
@@ -339,7 +340,7 @@ def _nearest_key(name: str, table: Mapping[str, Key]) -> str | None:
 def _nearest(word: str, choices: Iterable[str]) -> str | None:
     import difflib
 
-    return next(iter(difflib.get_close_matches(word.lower().replace("_", "-"), choices, 1)), None)
+    return next(iter(difflib.get_close_matches(word.lower(), choices, 1)), None)
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------------

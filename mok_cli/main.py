@@ -62,6 +62,18 @@ class LazyGroup(click.Group):
         module, attribute = COMMANDS[name][0].split(":")
         return _add_debug(getattr(importlib.import_module(module), attribute))
 
+    def resolve_command(
+        self, context: click.Context, arguments: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(context, arguments)
+        except click.UsageError as error:
+            import difflib  # only where a mistake was made
+
+            near = difflib.get_close_matches(arguments[0], COMMANDS, 1)
+            error.message += f" Did you mean {near[0]}?" if near else ""
+            raise
+
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (_, summary) in COMMANDS.items()])

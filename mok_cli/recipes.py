@@ -9,13 +9,16 @@ from mok_cli.output import Output, examples, json_option
 __all__ = ["recipes"]
 
 
-@click.group(epilog=examples("mok recipes list", "mok recipes copy toy ."))
-def recipes() -> None:
+@click.group(invoke_without_command=True, epilog=examples("mok recipes", "mok recipes copy toy ."))
+@click.pass_context
+def recipes(context: click.Context) -> None:
     """List, show, copy or check recipes.
 
     A recipe is a TOML file that says what a run is: model, data, steps, ranks. It states only what differs from the
-    defaults, which docs/recipes.md lists.
+    defaults, which docs/recipes.md lists. Without a command, the shipped ones are listed.
     """
+    if context.invoked_subcommand is None:
+        context.invoke(list_recipes, output=Output())
 
 
 @recipes.command("list", epilog=examples("mok recipes list", "mok recipes list --json"))

@@ -94,6 +94,18 @@ assert not torch.cuda.is_initialized()
     assert result.returncode == 0, result.stderr
 
 
+def test_the_layer_works_where_triton_is_not_installed():
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch, mok
+layer = mok.MoE(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2)
+layer(torch.randn(5, 16)).sum().backward()
+"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
 def declared(tree: ast.Module) -> set[str] | None:
     """The names in `__all__`, or None where there is none."""
     for node in tree.body:

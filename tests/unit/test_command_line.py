@@ -70,7 +70,9 @@ def test_debug_shows_the_traceback_wherever_it_stands(run, arguments, error):
 
 
 def test_unknown_commands_and_options_are_usage_errors(run):
-    assert run("trian")[0] == 2
+    code, out, err = run("recipe")
+    assert (code, out) == (2, "")
+    assert err.endswith("No such command 'recipe'. Did you mean recipes?\n")
     code, out, err = run("recipes", "list", "--jsn")
     assert (code, out) == (2, "")
     assert "No such option" in err
@@ -81,6 +83,10 @@ def test_no_command_shows_the_help_on_the_right_stream(run):
     assert code == 0
     assert "recipes" in out
     assert run()[0] == 2
+
+
+def test_recipes_alone_lists_them(run):
+    assert run("recipes") == run("recipes", "list")
 
 
 def test_one_problem_is_a_line_and_several_are_a_list(run):
