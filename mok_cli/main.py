@@ -71,8 +71,8 @@ class LazyGroup(click.Group):
             import difflib  # only where a mistake was made
 
             near = difflib.get_close_matches(arguments[0], COMMANDS, 1)
-            error.message += f" Did you mean {near[0]}?" if near else ""
-            raise
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise click.UsageError(f"{error.message}{hint}", context) from None
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
