@@ -1,0 +1,155 @@
+"""Many processes, one picture: reports are merged by host, and a silent rank is named within the limit."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from mok.errors import RankError
+from mok.shapes import LAYER_SHAPES
+from mok.topology import advise, domains, findings
+from mok.topology.model import to_plain
+from mok.topology.ranks import Report, agree_on_ep, gather, merge, spawn
+from tests.unit.topology.machines import bare_host, h100_box, launched, rack
+
+
+def test_ranks_of_one_host_share_it():
+    host = h100_box().hosts[0]
+    topology = merge([Report(rank, rank, host) for rank in range(8)])
+    assert len(topology.hosts) == 1
+    assert [(rank.host, rank.gpu) for rank in topology.ranks] == [(0, i) for i in range(8)]
+
+
+def test_launchers_that_show_each_rank_its_own_gpu():
+    host = h100_box().hosts[0]
+    reports = []
+    for rank in range(8):
+        gpus = tuple(dataclasses.replace(gpu, ordinal=0 if i == rank else None) for i, gpu in enumerate(host.gpus))
+        environment = {"CUDA_VISIBLE_DEVICES": str(rank)}
+        reports.append(Report(rank, rank, dataclasses.replace(host, gpus=gpus, environment=environment)))
+    topology = merge(reports)
+    assert [rank.gpu for rank in topology.ranks] == list(range(8))
+    assert [gpu.label for gpu in topology.hosts[0].gpus] == [f"GPU {i}" for i in range(8)]
+    assert [domain.ranks for domain in domains(topology)] == [tuple(range(8))]
+    assert topology.ranks[3].environment == {"CUDA_VISIBLE_DEVICES": "3"}
+
+
+def test_containers_that_show_each_rank_one_gpu_are_joined():
+    host = h100_box().hosts[0]
+    reports = []
+    for rank in range(4):
+        alone = dataclasses.replace(host.gpus[rank], ordinal=0)
+        reports.append(Report(rank, rank, dataclasses.replace(host, name=f"pod-{rank}", gpus=(alone,), pairs=(), nics=())))
+    topology = merge(reports)
+    assert [gpu.uuid for gpu in topology.hosts[0].gpus] == [gpu.uuid for gpu in host.gpus[:4]]
+    assert [rank.gpu for rank in topology.ranks] == [0, 1, 2, 3]
+
+
+def test_wrong_numa_binding_and_shared_gpu_are_found():
+    host = h100_box().hosts[0]
+    wrong = dataclasses.replace(host, cpus="0-51")  # GPU 7 is local to 52-103
+    found = findings(merge([Report(0, 0, wrong), Report(1, 7, wrong), Report(2, 7, host)]))
+    assert {(f.code, f.where) for f in found} == {("numa-binding", "rank 1"), ("gpu-shared", "h100 GPU 7")}
+    assert "numactl --cpunodebind=1" in next(f.fix for f in found if f.code == "numa-binding")
+
+
+def test_spawned_processes_report(mok):
+    done = mok("probe-topology", "--nproc", "2", "--json", "--shape", "toy")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [rank["rank"] for rank in report["topology"]["ranks"]] == [0, 1]
+    assert report["advice"]["ep"] == 2
+
+
+SOMETIMES_SILENT = """
+import os, sys, time
+if os.environ["RANK"] == "1": time.sleep(60)
+if os.environ["RANK"] == "2": sys.exit("no such device")
+print(sys.argv[1])
+"""
+
+
+def test_silent_process_is_named():
+    report = json.dumps(to_plain(Report(0, 0, bare_host("x"))))
+    start = time.monotonic()
+    topology = spawn(3, 2.0, (sys.executable, "-c", SOMETIMES_SILENT, report))
+    assert time.monotonic() - start < 10
+    assert topology.silent == ("rank 1: no report within 2 s", "rank 2: ended with code 1: no such device")
+    assert [f.where for f in findings(topology) if f.code == "rank-silent"] == ["rank 1", "rank 2"]
+
+
+def store():
+    from torch.distributed import HashStore
+
+    shared = HashStore()
+    shared.set_timeout(datetime.timedelta(seconds=5))
+    return shared
+
+
+@pytest.mark.parametrize("hosts", [18, 144])
+def test_gather_of_synthetic_ranks(hosts):
+    one = rack(1)[0]
+    shared = store()
+    reports = []
+    for rank in range(hosts * 4):
+        number = rank // 4
+        gpus = tuple(dataclasses.replace(gpu, uuid=f"GPU-{number}-{i}") for i, gpu in enumerate(one.gpus))
+        host = dataclasses.replace(one, name=f"h{number}", boot_id=f"b{number}", gpus=gpus)
+        reports.append(Report(rank, rank % 4, host))
+    silent = {5, 70}
+    for report in reports[1:]:
+        if report.rank not in silent:
+            shared.set(f"mok/topology/report/{report.rank}", json.dumps(to_plain(report)))
+    topology = gather(shared, 0, len(reports), reports[0], 0.5)
+    assert topology is not None
+    assert topology.silent == ("rank 5: no report within 0.5 s", "rank 70: no report within 0.5 s")
+    assert len(topology.ranks) == hosts * 4 - 2
+    assert [domain.size for domain in domains(topology)] == [hosts * 4 - 2]
+
+
+def test_auto_size_is_the_same_on_every_rank_and_needs_all():
+    shape = LAYER_SHAPES["kimi-k2.7"]
+    shared, answers = store(), [0] * 3
+
+    def run(rank: int) -> None:
+        answers[rank] = agree_on_ep(shape, shared, rank, 3, 30.0)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == [3, 3, 3]
+    with pytest.raises(RankError, match="rank 1: no report within 2 s"):
+        agree_on_ep(shape, store(), 0, 2, 2.0)
+
+
+def test_auto_size_leaves_no_running_rank_out():
+    shape = LAYER_SHAPES["kimi-k2.7"]
+    assert advise(launched(rack(16)), shape, every_rank=True).ep == 64
+    assert advise(launched(rack()), shape, every_rank=True).ep == 24
+    # 71 + 1: no size but 1 divides both domains, and the broken GPU is running.
+    assert advise(launched(rack(unhealthy=(7, 1))), shape, every_rank=True).ep == 1
+
+
+def test_torchrun_prints_one_picture(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mok_cli"]
+    environment = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "probe-topology", "--timeout", "60"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ranks 0-1") == 1
