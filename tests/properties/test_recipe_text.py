@@ -1,13 +1,15 @@
-"""Cutting a TOML text into statements loses nothing and keeps the lines."""
+"""Recipes as text: cutting TOML into statements keeps values and lines, and what is written reads back equal."""
 
 from __future__ import annotations
 
+import tempfile
 import tomllib
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mok.recipe import _statements
+from mok.recipe import _statements, dump_toml, load
 
 words = st.text("abc_", min_size=1, max_size=4)
 strings = st.text("ab [](){}#'\",=\\\n", max_size=8)
@@ -43,3 +45,20 @@ def test_statements_are_the_keys_of_the_text_with_their_lines(entries):
     merged = {name: value for _, piece in pieces for name, value in piece.items()}
     assert merged == tomllib.loads(text)
     assert {name: line for line, piece in pieces for name in piece} == lines
+
+
+any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+
+
+@given(any_text, st.floats(0, allow_nan=False, allow_infinity=False), st.lists(any_text, max_size=3), st.integers(0, 2**63 - 1))
+def test_a_resolved_recipe_reads_back_equal_and_so_do_its_overrides(text, number, texts, seed):
+    overrides = [f"data.path={text}", f"optim.lr={number}", f"seed={seed}"]
+    if texts and all(part and "," not in part for part in texts) and not texts[0].startswith("["):
+        overrides.append(f"train.freeze={','.join(texts)}")
+    recipe = load("toy", overrides)
+    assert (recipe.data.path, recipe.optim.lr, recipe.seed) == (text, number, seed)
+    assert len(overrides) == 3 or recipe.train.freeze == tuple(texts)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "again.toml")
+        path.write_text(dump_toml(recipe), encoding="utf-8", newline="")
+        assert load(str(path)) == recipe
