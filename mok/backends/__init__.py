@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from importlib import import_module
 from types import ModuleType
-
-import torch
+from typing import TYPE_CHECKING
 
 from mok.backends.interface import LayerShape
 from mok.errors import UsageError
 
+if TYPE_CHECKING:
+    import torch  # at run time the name is that of the submodule
+
 __all__ = ["AUTO", "BACKENDS", "choose"]
 
 BACKENDS = {
+    "reference": "mok.backends.reference",
     "torch": "mok.backends.torch",
 }
 """Name -> module."""
