@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from mok.errors import UsageError
 from mok.hf_layout import FAMILIES, choose_family, recipe_differences, recipe_values, tensor_shapes
+from mok.recipe import load, shipped
 from mok.shapes import parameters
+from mok_cli.dry_run import price
 from tests.families import RECIPES, VOCAB, changed
 
 
@@ -140,3 +142,116 @@ def test_models_with_parts_that_no_recipe_has_are_refused(field, value, named):
     config = FAMILIES["qwen3_moe"].config(RECIPES["qwen3_moe"], VOCAB, 256, "bf16") | {"use_sliding_window": True, field: value}
     with pytest.raises(UsageError, match=named):
         recipe_values(config)
+
+
+PUBLISHED = {
+    "olmoe-1b-7b": {
+        "model_type": "olmoe",
+        "vocab_size": 50304,
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "use_sliding_window": False,
+        "sliding_window": None,
+    },
+    "qwen3-235b-a22b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+    },
+    "glm-4.5-air": {
+        "model_type": "glm4_moe",
+        "vocab_size": 151552,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "use_qk_norm": False,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000,
+        "num_nextn_predict_layers": 1,
+    },
+}
+"""What the config.json files published with these models say, as far as a recipe says it too."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_recipes_of_published_models_are_those_models(name):
+    recipe = load(name)
+    assert recipe_differences(recipe, PUBLISHED[name]) == []
+    assert choose_family(recipe).name == PUBLISHED[name]["model_type"]
+
+
+@pytest.mark.parametrize("name", [*PUBLISHED, "deepseek-v3-class", "kimi-k2-class"])
+def test_full_size_recipes_state_the_memory_that_they_take(name):
+    text = shipped()[name].read_text()
+    ranks = int(re.search(r"# Ranks: (\d+)", text)[1])
+    stated = int(re.search(r"# Memory: (\d+) GiB per rank", text)[1])
+    priced = sum(price(load(name), ranks).rank_bytes.values()) / 2**30
+    assert abs(stated - priced) < 1.0
+    assert choose_family(load(name)).name in FAMILIES
