@@ -12,7 +12,7 @@ import time
 
 import torch
 
-__all__ = ["CudaBackend", "pattern", "wrong_words"]
+__all__ = ["POISON", "WORD_BYTES", "CudaBackend", "pattern", "wrong_words"]
 
 WORD_BYTES = 8
 POISON = -1
