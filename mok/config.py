@@ -198,6 +198,9 @@ class DistributedConfig:
     slices: int = key(0, "positions within a lane; 0 takes the expert-parallel size of the first launch", low=0)
     segment: int = key(0, "slices whose rows lie together in an expert; divides slices; 0 takes slices", low=0)
     slice_sequences: int = key(0, "sequences in one slice; 0 takes batch_size / (lanes * slices)", low=0)
+    slices_per_call: int = key(
+        0, "slices of a lane that a rank takes at once; 0 for all on a CPU, the fewest on a GPU. No choice changes a bit", low=0
+    )
     timeout_s: float = key(600.0, "seconds a rank waits for the others", above=0.0)
 
 

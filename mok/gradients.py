@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from mok.grid import Call, Layout
 
@@ -22,6 +23,10 @@ __all__ = ["ALIGNMENT", "Bank", "Exchange", "GradBuffers", "GradSink", "GradStor
 # Elements. Every tensor of a bank starts on a multiple of it, so that blocks of a reduction never straddle two tensors
 # (an expert's matrix, I x H with both multiples of 16, fills whole blocks) and every GEMM operand is aligned.
 ALIGNMENT = 256
+
+
+GEMM_MULTIPLE = 16
+"""Rows and columns of a product; with others a CPU's bits depend on how many products are made at once."""
 
 
 def halving_tree(terms: Tensor) -> Tensor:
@@ -105,32 +110,39 @@ class GradSink:
         self._rows = rows
         self._started = [False] * rows.shape[0]
 
+    @property
+    def num_slices(self) -> int:
+        """Terms that each call of the methods below stands for: this rank's slices of the current call."""
+        return self._store.num_slices
+
     def product(self, dy_TN: Tensor, x_TK: Tensor) -> None:
         """Add dy^T x of each slice: the weight gradient [N, K] of a linear layer, contracted over the tokens of the slice."""
-        slices = self._store.num_slices
+        if padding := -dy_TN.shape[-1] % GEMM_MULTIPLE:
+            dy_TN = pad(dy_TN, (0, padding))
+        slices = self.num_slices
         dy_CsN, x_CsK = dy_TN.view(slices, -1, dy_TN.shape[-1]), x_TK.view(slices, -1, x_TK.shape[-1])
-        if slices == 1 and self._takes_store(0):
+        if slices == 1 and not padding and self._takes_store(0):
             _matmul_fp32(dy_CsN[0].t(), x_CsK[0], self._rows[0])
             self._started[0] = True
             return
-        terms = self._store.scratch(slices, *self._rows.shape[1:])
+        terms = self._store.scratch(slices, dy_TN.shape[-1], x_TK.shape[-1])
         for i in range(slices) if dy_TN.is_cuda else ():
             # cuBLAS may choose another kernel for another batch count; one product per slice keeps the shape fixed.
             _matmul_fp32(dy_CsN[i].t(), x_CsK[i], terms[i])
         if not dy_TN.is_cuda:
             torch.bmm(dy_CsN.float().transpose(1, 2), x_CsK.float(), out=terms)
-        self.add(terms)
+        self.add(terms[:, : self._rows.shape[1]])
 
     def column_sums(self, dy_TN: Tensor) -> None:
         """Add the sum of `dy` over the tokens of each slice: the gradient [N] of a bias or of a norm's weight."""
-        self.add(dy_TN.view(self._store.num_slices, -1, dy_TN.shape[-1]).sum(1, dtype=torch.float32))
+        self.add(dy_TN.view(self.num_slices, -1, dy_TN.shape[-1]).sum(1, dtype=torch.float32))
 
     def add(self, terms: Tensor) -> None:
         """Add `terms` [slices, *shape], fp32, which are destroyed."""
         store = self._store
         if store.one_call:
             lanes, positions = store.num_lanes, store.num_positions
-            terms = terms.view(lanes, -1, positions, *self._rows.shape[1:])
+            terms = terms.unflatten(0, (lanes, -1, positions))
             for time in range(1, terms.shape[1]):
                 terms[:, 0].add_(terms[:, time])
             per_lane = halving_tree(terms[:, 0].transpose(0, 1))

@@ -31,12 +31,14 @@ def _token_losses(logits_TV: Tensor, sums_T1: Tensor, targets_T: Tensor) -> Tens
     return torch.where(valid_T, (sums_T1.log() - chosen_T1).squeeze(1), 0.0)
 
 
+@torch.no_grad()
 def head_loss(hidden_TH: Tensor, w_VH: Tensor, vocab_size: int, targets_T: Tensor) -> Tensor:
     """Cross-entropy of each token, fp32 [T]; 0 where the target is ignored. See `head_loss_and_gradient`."""
     logits_TV = _shifted_logits(hidden_TH, w_VH, vocab_size)
     return _token_losses(logits_TV, logits_TV.exp().sum(-1, keepdim=True), targets_T)
 
 
+@torch.no_grad()
 def head_loss_and_gradient(
     hidden_TH: Tensor, w_VH: Tensor, vocab_size: int, targets_T: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:

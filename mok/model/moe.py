@@ -22,11 +22,11 @@ __all__ = ["MoE", "MoEStats"]
 
 @dataclass(frozen=True)
 class MoEStats:
-    """What a call of a layer did. balance_loss, z_loss: fp32 scalars to be added to the loss, see `mok.model.router.route`.
+    """What a call of a layer did. balance_loss_C, z_loss_C: fp32, of each of this rank's slices, see `mok.model.router.route`.
     counts_CE: int64, routes of each of this rank's slices to each expert of all ranks."""
 
-    balance_loss: Tensor
-    z_loss: Tensor
+    balance_loss_C: Tensor
+    z_loss_C: Tensor
     counts_CE: Tensor
 
 
@@ -114,7 +114,7 @@ class MoE(nn.Module):
             shared_scale_T=scale_T,
         )
         counts_CE = schedule.counts_CE[grid.rank :: grid.ranks]
-        return y_TH, MoEStats(routes.balance_loss, routes.z_loss, counts_CE)
+        return y_TH, MoEStats(routes.balance_loss_C, routes.z_loss_C, counts_CE)
 
 
 def _weight(*shape: int, device: torch.device | None, dtype: torch.dtype | None) -> nn.Parameter:

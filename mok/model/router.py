@@ -6,7 +6,6 @@ an explicit backward without scatter-add. Knows nothing of experts, schedules or
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,14 +52,14 @@ class Routing:
 class Routes:
     """Where tokens go. Slots of a token are in order of rising expert id.
 
-    expert_ids_TK: int32; -1 for tokens that are padding. weights_TK: fp32. balance_loss, z_loss: fp32 scalars, each the mean
-    over this rank's slices of the call. All but the ids can be differentiated.
+    expert_ids_TK: int32; -1 for tokens that are padding. weights_TK: fp32. balance_loss_C, z_loss_C: fp32, one for each
+    of this rank's slices of the call. All but the ids can be differentiated.
     """
 
     expert_ids_TK: Tensor
     weights_TK: Tensor
-    balance_loss: Tensor
-    z_loss: Tensor
+    balance_loss_C: Tensor
+    z_loss_C: Tensor
 
 
 def route(
@@ -85,8 +84,8 @@ def route(
         balance loss = E * sum_e (c_e / (n K)) * (sum_t p_te / n)      1 if balanced, E/K if K experts get everything
         z-loss       = sum_t logsumexp_e(logits_te)^2 / n
     """
-    ids_TK, weights_TK, balance, z = _Route.apply(logits_TE, bias_E, routing, num_slices, valid_T)
-    return Routes(ids_TK, weights_TK, balance, z)
+    ids_TK, weights_TK, balance_C, z_C = _Route.apply(logits_TE, bias_E, routing, num_slices, valid_T)
+    return Routes(ids_TK, weights_TK, balance_C, z_C)
 
 
 def router_linear(x_TH: Tensor, w_EH: Tensor) -> Tensor:
@@ -157,7 +156,7 @@ class Router(nn.Module):
         self.correction_bias.copy_(updated_bias(self.correction_bias, counts_E, rate))
 
     def _raise_if_not_finite(self, logits_TE: Tensor) -> None:
-        if logits_TE.numel() == 0 or all(math.isfinite(bound) for bound in torch.aminmax(logits_TE)):
+        if logits_TE.numel() == 0 or torch.stack(torch.aminmax(logits_TE)).isfinite().all():
             return
         bad = int((~logits_TE.isfinite().all(1)).sum())
         raise NonFiniteError(
@@ -234,9 +233,9 @@ class _Route(torch.autograd.Function):
         if valid_T is not None:
             ids_TK = ids_TK.masked_fill(~valid_T.unsqueeze(1), -1)
             weights_TK = weights_TK.masked_fill(~valid_T.unsqueeze(1), 0)
-        balance, load_CE, valid_C = _balance_loss(probabilities_TE, ids_TK, num_slices, valid_T)
+        balance_C, load_CE, valid_C = _balance_loss(probabilities_TE, ids_TK, num_slices, valid_T)
         lse_T = torch.logsumexp(logits_TE, dim=1)
-        z = _slice_mean(lse_T.square(), num_slices, valid_T, valid_C)
+        z_C = _slice_mean(lse_T.square(), num_slices, valid_T, valid_C)
         ids_TK = ids_TK.to(torch.int32)
         saved_logits_TE = None if routing.score == "softmax" else logits_TE
         ctx.save_for_backward(
@@ -245,11 +244,13 @@ class _Route(torch.autograd.Function):
         ctx.routing = routing
         ctx.mark_non_differentiable(ids_TK)
         ctx.set_materialize_grads(False)
-        return ids_TK, weights_TK, balance, z
+        return ids_TK, weights_TK, balance_C, z_C
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, _: None, dweights_TK: Tensor | None, dbalance: Tensor | None, dz: Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, _: None, dweights_TK: Tensor | None, dbalance_C: Tensor | None, dz_C: Tensor | None
+    ) -> tuple[Any, ...]:
         scores_TE, probabilities_TE, chosen_TK, sum_T1, ids_TK, load_CE, valid_C, lse_T, valid_T, logits_TE = ctx.saved_tensors
         routing: Routing = ctx.routing
         slice_tokens = scores_TE.shape[0] // valid_C.shape[0]
@@ -269,13 +270,13 @@ class _Route(torch.autograd.Function):
             elif not after:
                 d_TE = d_TE * scores_TE * (1.0 - scores_TE)
             terms.append(d_TE)
-        if dbalance is not None:
-            factor_CE = load_CE * (load_CE.shape[1] * dbalance / valid_C.shape[0] / valid_C.clamp(min=1)).unsqueeze(1)
+        if dbalance_C is not None:
+            factor_CE = load_CE * (load_CE.shape[1] * dbalance_C / valid_C.clamp(min=1)).unsqueeze(1)
             d_TE = _by_token(factor_CE, slice_tokens, valid_T)
             d_TE = (d_TE - (d_TE * probabilities_TE).sum(1, keepdim=True)) * probabilities_TE
             terms.append(d_TE if routing.score == "softmax" else d_TE * (1.0 - scores_TE))
-        if dz is not None:
-            factor_C1 = (2.0 * dz / valid_C.shape[0] / valid_C.clamp(min=1)).unsqueeze(1)
+        if dz_C is not None:
+            factor_C1 = (2.0 * dz_C / valid_C.clamp(min=1)).unsqueeze(1)
             softmax_TE = scores_TE if logits_TE is None else torch.exp(logits_TE - lse_T.unsqueeze(1))
             terms.append(_by_token(factor_C1, slice_tokens, valid_T) * lse_T.unsqueeze(1) * softmax_TE)
         return sum(terms) if terms else None, None, None, None, None
@@ -329,7 +330,7 @@ def _forced(tokens: int, num_experts: int, routing: Routing, device: torch.devic
 def _balance_loss(
     probabilities_TE: Tensor, ids_TK: Tensor, num_slices: int, valid_T: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of `route`, averaged over slices; each slice's share of routes per expert [C, E], and its valid tokens [C]."""
+    """The loss of each slice (see `route`) [C]; its share of routes per expert [C, E], and its valid tokens [C]."""
     num_experts, top_k = probabilities_TE.shape[1], ids_TK.shape[1]
     tokens = probabilities_TE.shape[0] // num_slices
     if valid_T is None:
@@ -337,21 +338,20 @@ def _balance_loss(
     else:
         valid_C = valid_T.view(num_slices, tokens).sum(1).to(probabilities_TE.dtype)
         probabilities_TE = probabilities_TE.masked_fill(~valid_T.unsqueeze(1), 0)
-    # A token's ids differ, so every place is written once; fp32 counts exactly up to 2^24.
-    chosen_TE = torch.zeros_like(probabilities_TE).scatter_(1, ids_TK.clamp(min=0), 1.0)
-    if valid_T is not None:
-        chosen_TE.masked_fill_(~valid_T.unsqueeze(1), 0)
-    counts_CE = chosen_TE.view(num_slices, tokens, num_experts).sum(1)
+    ids_CN = ids_TK.reshape(num_slices, tokens * top_k)
+    sorted_CN = torch.sort(ids_CN, dim=1).values
+    borders = torch.arange(num_experts + 1, device=ids_TK.device).expand(num_slices, -1).contiguous()
+    counts_CE = torch.diff(torch.searchsorted(sorted_CN, borders), dim=1)
     load_CE = counts_CE / (valid_C.clamp(min=1) * top_k).unsqueeze(1)
     mean_CE = probabilities_TE.view(num_slices, tokens, num_experts).sum(1) / valid_C.clamp(min=1).unsqueeze(1)
-    return num_experts * (load_CE * mean_CE).sum(1).mean(), load_CE, valid_C
+    return num_experts * (load_CE * mean_CE).sum(1), load_CE, valid_C
 
 
 def _slice_mean(values_T: Tensor, num_slices: int, valid_T: Tensor | None, valid_C: Tensor) -> Tensor:
-    """Mean over the valid tokens of each slice, then over slices."""
+    """Mean over the valid tokens of each slice: [C]."""
     if valid_T is not None:
         values_T = values_T.masked_fill(~valid_T, 0)
-    return (values_T.view(num_slices, -1).sum(1) / valid_C.clamp(min=1)).mean()
+    return values_T.view(num_slices, -1).sum(1) / valid_C.clamp(min=1)
 
 
 def _wide(values: Tensor) -> Tensor:

@@ -27,6 +27,6 @@ def test_backward_is_the_derivative_of_weights_and_losses(routing: Routing, bias
 
     def outputs(logits_TE: torch.Tensor) -> tuple[torch.Tensor, ...]:
         routes = route(logits_TE, routing, bias_E, num_slices=3, valid_T=valid_T)
-        return routes.weights_TK, routes.balance_loss, routes.z_loss
+        return routes.weights_TK, routes.balance_loss_C, routes.z_loss_C
 
     torch.autograd.gradcheck(outputs, (logits,))

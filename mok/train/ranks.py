@@ -1,0 +1,43 @@
+"""What a step asks of the other ranks, and the answer of a launch that has only one.
+
+Owns the interface between training and whatever carries data between processes; `mok/train/step.py` uses it and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+from mok.gradients import Exchange
+from mok.grid import Layout
+from mok.model.transformer import Group
+
+__all__ = ["OneRank", "Ranks"]
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """The ranks of a launch, seen from one of them.
+
+    layout: which part of the grid this rank owns. group: its expert-parallel group. exchange: adds gradient parts; None where
+    there is nobody to add to.
+    """
+
+    layout: Layout
+    group: Group
+    exchange: Exchange | None
+
+    def gather(self, value: T) -> list[T]:
+        """The value of every rank, in rank order; small Python values, known to all ranks afterwards."""
+
+
+class OneRank:
+    """A launch of one process."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.group = Group()
+        self.exchange: Exchange | None = None
+
+    def gather(self, value: T) -> list[T]:
+        return [value]

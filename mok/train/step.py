@@ -1,0 +1,166 @@
+"""One training step: forward and backward of every call, the ordered sums, clipping, the optimizer.
+
+Owns what a step computes and in what order its sums are made (docs/numerics.md). Knows nothing of files, consoles or how often
+anything happens. Read next: `mok/train/state.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mok.errors import NonFiniteError
+from mok.model.loss import IGNORED, head_loss, head_loss_and_gradient
+from mok.train.batches import Batches
+from mok.train.optim import gradient_norm
+from mok.train.schedules import learning_rate
+from mok.train.state import TrainState
+
+__all__ = ["StepReport", "evaluate", "train_step"]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What a step tells, the same on every rank.
+
+    loss: mean cross-entropy of the valid tokens, nats. balance_loss, z_loss: means over slices and MoE layers, without their
+    coefficients; None without MoE layers. grad_norm: before clipping. tokens: valid targets of the step; 0 means that the step
+    was skipped. counts_LE: routes of the step to each expert of each MoE layer.
+    """
+
+    loss: float
+    balance_loss: float | None
+    z_loss: float | None
+    grad_norm: float
+    lr: float
+    tokens: int
+    counts_LE: tuple[tuple[int, ...], ...]
+
+    @property
+    def max_over_mean(self) -> float | None:
+        """Routes of the busiest expert over the mean of its layer, in the worst layer."""
+        busy = [max(counts) * len(counts) / sum(counts) for counts in self.counts_LE if sum(counts)]
+        return max(busy, default=None)
+
+    @property
+    def dead_experts(self) -> int:
+        """Experts of all layers that got no route."""
+        return sum(count == 0 for counts in self.counts_LE for count in counts)
+
+
+@dataclass
+class _Sums:
+    """What the calls of one rank leave behind: per-slice losses [slices] and [MoE layers, slices], counts [MoE layers, E]."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    balance: list[Tensor] = field(default_factory=list)
+    z: list[Tensor] = field(default_factory=list)
+    counts: list[Tensor] = field(default_factory=list)
+
+
+def train_step(state: TrainState, batches: Batches) -> StepReport:
+    """Make the next step. Raises NonFiniteError before anything is changed if loss, router or gradients are not finite."""
+    recipe, model, store = state.recipe, state.model, state.store
+    step = state.step + 1
+    lr = learning_rate(recipe.optim, step, recipe.train.steps)
+    loaded = [batches.of(state.samples, call) for call in state.calls]
+    tokens = sum(state.ranks.gather(sum(int((targets != IGNORED).sum()) for _, targets in loaded)))
+    if tokens == 0:
+        state.step, state.samples = step, state.samples + recipe.train.batch_size
+        return StepReport(0.0, None, None, 0.0, lr, 0, ())
+    num_slices = state.ranks.layout.grid.num_slices
+    sums = _Sums()
+    store.begin_step()
+    for call, (inputs, targets) in zip(state.calls, loaded, strict=True):
+        store.begin_call(call)
+        hidden_TH, stats = model(inputs, call.grid)
+        losses_T, dhidden_TH, _ = head_loss_and_gradient(
+            hidden_TH.detach(), model.w_head, model.vocab_size, targets.view(-1), 1.0 / tokens
+        )
+        roots, slopes = [hidden_TH], [dhidden_TH]
+        for coefficient, losses in (
+            (recipe.moe.balance_loss, [layer.balance_loss_C for layer in stats]),
+            (recipe.moe.z_loss, [layer.z_loss_C for layer in stats]),
+        ):
+            if coefficient:
+                roots += losses
+                slopes += [torch.full_like(loss_C, coefficient / num_slices) for loss_C in losses]
+        torch.autograd.backward(roots, slopes)
+        sums.losses.append(losses_T.view(len(call.slices), -1).sum(1))
+        if stats:
+            sums.balance.append(torch.stack([layer.balance_loss_C.detach() for layer in stats]))
+            sums.z.append(torch.stack([layer.z_loss_C.detach() for layer in stats]))
+            sums.counts.append(torch.stack([layer.counts_CE.sum(0) for layer in stats]))
+    store.finish(state.ranks.exchange)
+    state.clear_frozen_gradients()
+    report = _report(state, sums, tokens, lr)
+    if not math.isfinite(report.loss) or not math.isfinite(report.grad_norm):
+        what = "loss" if not math.isfinite(report.loss) else "gradient norm"
+        raise NonFiniteError(f"the {what} is not finite; nothing was updated; lower optim.lr, or look at the saved batch")
+    clip = recipe.optim.clip_norm
+    scale = clip / report.grad_norm if clip and report.grad_norm > clip else 1.0
+    state.optimizer.step(step, lr, scale)
+    state.restore_frozen_values()
+    if recipe.moe.correction_bias:
+        _update_biases(state, report)
+    state.step, state.samples = step, state.samples + recipe.train.batch_size
+    return report
+
+
+def _report(state: TrainState, sums: _Sums, tokens: int, lr: float) -> StepReport:
+    mine = {
+        "losses": torch.cat(sums.losses).tolist(),
+        "balance": torch.cat(sums.balance, 1).flatten().tolist() if sums.balance else [],
+        "z": torch.cat(sums.z, 1).flatten().tolist() if sums.z else [],
+        "counts": torch.stack(sums.counts).sum(0).tolist() if sums.counts else [],
+    }
+    every = state.ranks.gather(mine)
+    counts = [
+        tuple(sum(column) for column in zip(*layers, strict=True))
+        for layers in zip(*(rank["counts"] for rank in every), strict=True)
+    ]
+    terms = len(counts) * state.ranks.layout.grid.num_slices
+    return StepReport(
+        loss=_exact_sum(rank["losses"] for rank in every) / tokens,
+        balance_loss=_exact_sum(rank["balance"] for rank in every) / terms if terms else None,
+        z_loss=_exact_sum(rank["z"] for rank in every) / terms if terms else None,
+        grad_norm=gradient_norm(state.square_sums()),
+        lr=lr,
+        tokens=tokens,
+        counts_LE=tuple(counts),
+    )
+
+
+def _exact_sum(parts: Iterable[list[float]]) -> float:
+    """The exactly rounded sum of per-slice values, so that neither ranks nor calls show; NaN if any value is not finite."""
+    values = [value for part in parts for value in part]
+    return math.fsum(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def _update_biases(state: TrainState, report: StepReport) -> None:
+    for layer, counts in zip(state.model.moe_layers, report.counts_LE, strict=True):
+        layer.router.update_bias(torch.tensor(counts, device=state.device), state.recipe.moe.bias_update_rate)
+
+
+@torch.no_grad()
+def evaluate(state: TrainState, batches: Batches, num_batches: int) -> tuple[float, int, Tensor]:
+    """(mean cross-entropy in nats, valid targets, those targets of this rank) over the first `num_batches` batches.
+
+    Language-model loss only; nothing of the state changes.
+    """
+    losses, kept = [], []
+    for index in range(num_batches):
+        for call in state.calls:
+            inputs, targets = batches.of(index * batches.grid.sequences, call)
+            hidden_TH, _ = state.model(inputs, call.grid)
+            losses_T = head_loss(hidden_TH, state.model.w_head, state.model.vocab_size, targets.view(-1))
+            losses += losses_T.view(len(call.slices), -1).sum(1).tolist()
+            kept.append(targets[targets != IGNORED].cpu())
+    mine = torch.cat(kept)
+    every = state.ranks.gather((losses, mine.numel()))
+    tokens = sum(count for _, count in every)
+    return _exact_sum(part for part, _ in every) / max(tokens, 1), tokens, mine
