@@ -18,12 +18,13 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -33,9 +34,11 @@ from mok.errors import CheckpointError
 __all__ = [
     "FORMAT",
     "Checkpoint",
+    "Writers",
     "latest",
     "load_tensors",
     "open_checkpoint",
+    "read_tensor",
     "save",
     "state_sha256",
     "tensor_bytes",
@@ -83,56 +86,112 @@ def tensor_checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: _tensor_sha256(name, tensor) for name, tensor in tensors.items()}
 
 
-def save(folder: Path, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], keep_last: int) -> Checkpoint:
-    """Write checkpoint `step` under `folder` (a run's `checkpoints`) and make it the latest.
+@dataclass(frozen=True)
+class Writers:
+    """The ranks that write one checkpoint together.
 
-    tensors: name -> tensor. facts: JSON values that go into the manifest. keep_last: older complete checkpoints beyond this
-    number are removed, after the new one is safe; 0 keeps all.
-    Raises CheckpointError where the disk is full (with path and bytes) or the folder cannot be written, having removed the
-    unfinished files; an existing checkpoint of this step is never overwritten.
+    rank: this one; rank 0 makes and publishes the folder. gather: value -> the values of all ranks, in rank order, on every
+    rank. group: a gloo group of all ranks; None where there is one.
     """
+
+    rank: int = 0
+    gather: Callable[[Any], list[Any]] = lambda value: [value]
+    group: dist.ProcessGroup | None = None
+
+
+def save(
+    folder: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    facts: Mapping[str, Any],
+    keep_last: int,
+    writers: Writers | None = None,
+) -> Checkpoint:
+    """Write checkpoint `step` under `folder` (a run's `checkpoints`) and make it the latest. Called by every rank.
+
+    tensors: name -> tensor; what several ranks hold is the same on all of them and written by one. facts: JSON values that go
+    into the manifest. keep_last: older complete checkpoints beyond this number are removed, after the new one is safe; 0 keeps
+    all. writers: the ranks of the launch, one by default.
+    Raises CheckpointError, on every rank, where the disk is full (with path and bytes) or the folder cannot be written, having
+    removed the unfinished files; an existing checkpoint of this step is never overwritten.
+    """
+    writers = writers or Writers()
     path = folder / f"step_{step:06d}"
-    if path.exists():
-        raise CheckpointError(f"{path}: exists already and is never overwritten; choose another --out, or --resume it")
     unfinished = folder / f".unfinished-{path.name}"
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_unfinished(folder)
-        unfinished.mkdir()
-        _check_space(unfinished, needed)
-        checksums = tensor_checksums(tensors)
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "state_sha256": state_sha256(checksums),
-            **facts,
-            "tensors": {
-                name: {
-                    "sha256": checksums[name],
-                    "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "shape": list(tensor.shape),
-                }
-                for name, tensor in tensors.items()
-            },
-        }
+    names = writers.gather(list(tensors))
+    writer_of = _share_names(names)
+    mine = {name: tensor for name, tensor in tensors.items() if writer_of[name] == writers.rank}
+    needed = sum(writers.gather(sum(tensor.numel() * tensor.element_size() for tensor in mine.values())))
+
+    def together(work: Callable[[], None]) -> None:
+        """Do `work`, and fail on all ranks if it fails on one."""
+        problem: CheckpointError | None = None
+        try:
+            work()
+        except (Exception, CheckpointException) as error:
+            problem = error if isinstance(error, CheckpointError) else _save_error(error, path, needed)
+        problems = [found for found in writers.gather(str(problem) if problem else "") if found]
+        if problems:
+            if writers.rank == 0:
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise CheckpointError(problems[0]) from problem
+
+    def prepare() -> None:
+        if writers.rank == 0:
+            if path.exists():
+                raise CheckpointError(f"{path}: exists already and is never overwritten; choose another --out, or --resume it")
+            folder.mkdir(parents=True, exist_ok=True)
+            _remove_unfinished(folder)
+            unfinished.mkdir()
+            _check_space(unfinished, needed)
+
+    def write() -> None:
         # A contiguous clone: a view would drag its whole base into the file.
-        plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        plain = {name: tensor.detach().contiguous() for name, tensor in mine.items()}
+        files = {name: rank + 1 for name, rank in writer_of.items()} if writers.group is not None else None
+        storage = HuggingFaceStorageWriter(str(unfinished), fqn_to_index_mapping=files)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(plain, storage_writer=HuggingFaceStorageWriter(str(unfinished)), no_dist=True)
-        for file in unfinished.iterdir():
-            _sync(file)
-        _write_synced(unfinished / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-        _sync(unfinished)
-        os.rename(unfinished, path)
-        _sync(folder)
-        _point_latest(folder, path.name)
-    except (Exception, CheckpointException) as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise _save_error(error, path, needed) from error
-    _prune(folder, keep_last, path.name)
+            dcp.save(plain, storage_writer=storage, process_group=writers.group, no_dist=writers.group is None)
+
+    together(prepare)
+    together(write)
+    described = {
+        name: {"sha256": sha256, "dtype": str(mine[name].dtype).removeprefix("torch."), "shape": list(mine[name].shape)}
+        for name, sha256 in tensor_checksums(mine).items()
+    }
+    merged = {name: entry for part in writers.gather(described) for name, entry in part.items()}
+    order = dict.fromkeys(name for part in names for name in part)
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "state_sha256": state_sha256({name: entry["sha256"] for name, entry in merged.items()}),
+        **facts,
+        "tensors": {name: merged[name] for name in order},
+    }
+
+    def publish() -> None:
+        if writers.rank == 0:
+            for file in unfinished.iterdir():
+                _sync(file)
+            _write_synced(unfinished / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+            _sync(unfinished)
+            os.rename(unfinished, path)
+            _sync(folder)
+            _point_latest(folder, path.name)
+            _prune(folder, keep_last, path.name)
+
+    together(publish)
     return Checkpoint(path, manifest)
+
+
+def _share_names(names: list[list[str]]) -> dict[str, int]:
+    """Who writes each tensor: the ranks that hold it take turns, in the order of the names."""
+    holders: dict[str, list[int]] = {}
+    for rank, held in enumerate(names):
+        for name in held:
+            holders.setdefault(name, []).append(rank)
+    return {name: ranks[turn % len(ranks)] for turn, (name, ranks) in enumerate(holders.items())}
 
 
 def latest(folder: Path) -> Checkpoint | None:
@@ -160,15 +219,17 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest)
 
 
-def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
+def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], elsewhere: Collection[str] = ()) -> None:
     """Fill `tensors` in place from a checkpoint, which must hold exactly these names, dtypes and shapes.
+
+    elsewhere: names that other ranks take from it; the layout that wrote it does not matter.
 
     Raises CheckpointError that lists every missing, unknown or differing tensor, or every tensor whose checksum is wrong;
     nothing may be trained after it. No code in the files is run: only raw tensor data is read.
     """
     path, stored = checkpoint.path, checkpoint.manifest["tensors"]
     problems = [f"missing: {name}" for name in tensors if name not in stored]
-    problems += [f"unknown: {name}" for name in stored if name not in tensors]
+    problems += [f"unknown: {name}" for name in stored if name not in tensors and name not in elsewhere]
     for name, tensor in tensors.items():
         if name in stored:
             here = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape))
@@ -191,6 +252,16 @@ def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(loaded[name])
+
+
+def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+    """One tensor of a checkpoint. Raises CheckpointError if it is not there or its checksum is wrong."""
+    if name not in checkpoint.manifest["tensors"]:
+        raise CheckpointError(f"{checkpoint.path}: has no tensor {name}")
+    entry = checkpoint.manifest["tensors"][name]
+    tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
+    load_tensors(checkpoint, {name: tensor}, elsewhere=checkpoint.manifest["tensors"])
+    return tensor
 
 
 def _complete(folder: Path) -> list[str]:

@@ -15,16 +15,20 @@ if TYPE_CHECKING:
 
 __all__ = ["probe_topology"]
 
+MEASURED_SHAPE = "qwen3-30b-a3b"
+"""Whose rows are exchanged by --measure when --shape names no model."""
+
 
 @click.command(
     "probe-topology",
     epilog=examples(
         "mok probe-topology",
-        "mok probe-topology --shape kimi-k2.7 --ep auto",
+        "mok probe-topology --measure --shape kimi-k2.7 --ep auto",
         "mok probe-topology --require nvlink --expect-gpus 8",
         "torchrun --nproc-per-node 4 -m mok_cli probe-topology",
     ),
 )
+@click.option("--measure", is_flag=True, help="Measure links and all-to-all, within about a minute.")
 @click.option("--nproc", type=click.IntRange(min=1), metavar="N", help="Report from N processes of this host.")
 @click.option("--expect-gpus", type=click.IntRange(min=0), metavar="N", help="Exit 3 unless N GPUs are visible.")
 @click.option("--require", type=click.Choice(("p2p", "nvlink", "nvl72")), help="Exit 3 unless the GPUs have this.")
@@ -43,6 +47,7 @@ __all__ = ["probe_topology"]
 )
 @json_option
 def probe_topology(
+    measure: bool,
     nproc: int | None,
     expect_gpus: int | None,
     require: str | None,
@@ -59,10 +64,10 @@ def probe_topology(
     Findings come with fixes and leave the exit code at 0; a requirement that does not hold, or data that did not
     arrive, makes it 3. docs/topology.md explains every line and the JSON.
     """
-    if source is not None and (nproc is not None or wait):
-        raise UsageError("--from: shows a saved machine, which --nproc and --wait cannot reach; leave them out")
+    if source is not None and (measure or nproc is not None or wait):
+        raise UsageError("--from: shows a saved machine, which --measure, --nproc and --wait cannot reach; leave them out")
     layer = _layer(shape, ep)
-    topology = _picture(source, nproc, wait, timeout)
+    topology = _picture(source, nproc, measure, wait, timeout, layer)
     if topology is None:
         return  # another rank of this launch prints
     _report(topology, output, require, expect_gpus, shape, layer, _size(ep), save)
@@ -89,18 +94,22 @@ def _size(ep: str | None) -> int | str:
     return int(ep)
 
 
-def _picture(source: str | None, nproc: int | None, wait: float, timeout: float) -> Topology | None:
+def _picture(
+    source: str | None, nproc: int | None, measure: bool, wait: float, timeout: float, layer: LayerShape | None
+) -> Topology | None:
     """The machine asked for: a snapshot, the ranks of a launch, N processes, or this process alone."""
+    from mok.shapes import LAYER_SHAPES
     from mok.topology import ranks
     from mok.topology.snapshot import load
 
     if source is not None:
         return load(source)
+    measured = (layer or LAYER_SHAPES[MEASURED_SHAPE]) if measure else None
     if nproc is not None:
-        return ranks.spawn(nproc, timeout)
+        return ranks.spawn(nproc, timeout, measured)
     if ranks.in_launch():
-        return ranks.probe_ranks(timeout)
-    return ranks.probe_alone(wait)
+        return ranks.probe_ranks(timeout, measured)
+    return ranks.probe_alone(wait, measured)
 
 
 def _report(

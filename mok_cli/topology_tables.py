@@ -202,8 +202,8 @@ def _transfers(console: Console, topology: Topology) -> None:
             f"{row['source']} -> {row['target']}",
             row["link"],
             row["method"],
-            _number(row["gb_per_s"], 0),
-            f"{row['low_gb_per_s']:.0f}-{row['high_gb_per_s']:.0f}" if row["low_gb_per_s"] is not None else "",
+            _speed(row["gb_per_s"]),
+            f"{_speed(row['low_gb_per_s'])}-{_speed(row['high_gb_per_s'])}" if row["low_gb_per_s"] is not None else "",
             f"{row['percent']:.0f}%" if row["percent"] is not None else "",
             _number(row["latency_us"], 2),
             row["verdict"] + (" SLOW" if row["outlier"] else ""),
@@ -216,20 +216,31 @@ def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
+def _speed(gb_per_s: float | None) -> str:
+    return "" if gb_per_s is None else f"{gb_per_s:.0f}" if gb_per_s >= 10 else f"{gb_per_s:.2f}"
+
+
 def _exchanges(console: Console, topology: Topology) -> None:
     assert topology.measurement is not None
     if not topology.measurement.exchanges:
         return
     first = topology.measurement.exchanges[0]
-    title = f"All-to-all, {first.tokens} tokens a rank, {first.top_k} rows each of {first.hidden_size} bf16 values"
-    _heading(console, title)
-    table = _table("ranks", "routing", "by", "ms", "spread", "GB/s", "data", right=("ms", "spread", "GB/s"))
+    _heading(console, f"Measured all-to-all, {first.top_k} rows a token of {first.hidden_size} bf16 values")
+    right = ("tokens", "ms", "spread", "GB/s")
+    table = _table("ranks", "routing", "tokens", "by", "ms", "spread", "GB/s", "data", right=right)
     for exchange in topology.measurement.exchanges:
         spread = f"{exchange.low_ms:.2f}-{exchange.high_ms:.2f}" if exchange.low_ms is not None else ""
-        cells = [str(len(exchange.ranks)), exchange.routing, exchange.method, _number(exchange.median_ms, 2), spread]
-        _row(table, *cells, _number(exchange.gb_per_s, 0), exchange.verdict)
+        cells = [
+            str(len(exchange.ranks)),
+            exchange.routing,
+            str(exchange.tokens),
+            exchange.method,
+            _number(exchange.median_ms, 2),
+            spread,
+        ]
+        _row(table, *cells, _speed(exchange.gb_per_s), exchange.verdict)
     console.print(table)
-    _line(console, "  GB/s: bytes of the busiest rank over the median time")
+    _line(console, "  tokens: of each rank; GB/s: bytes of the busiest rank over the median time")
 
 
 def _findings(console: Console, found: list[Finding]) -> None:

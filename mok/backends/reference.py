@@ -109,7 +109,7 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
         return InputGrads(dx_TH, dweights_TK)
     row_of_token = {t: row for mine, part in parts for t, row in zip(mine, part.shared_T, strict=True)}
     rows = [row_of_token[t] for t in range(tokens)]
-    d_gate_up_TJ = dx_TH.new_empty(tokens, saved.shared_gate_up_JH.shape[0])
+    d_gate_up_TJ = dx_TH.new_empty(tokens, 2 * shared[0].shape[0])
     hidden_TS = dx_TH.new_empty(tokens, shared[0].shape[0])
     dscale_T = torch.empty_like(saved.weights_TK[:, 0])
     for t, row in enumerate(rows):

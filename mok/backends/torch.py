@@ -32,10 +32,10 @@ GEMM_ALIGNMENT_BYTES = 16
 
 @dataclass(frozen=True)
 class Activations:
-    """What `_swiglu` leaves behind. hidden: in the dtype of the activations; silu(gate): fp32."""
+    """What `_swiglu` leaves behind, all fp32: silu(gate), and the hidden rows silu(gate) * up."""
 
-    hidden_PI: Tensor
     silu_PI: Tensor
+    hidden_PI: Tensor
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ def forward(
     x_PH = transport.rows_of_tokens(x_TH, schedule)
     gate_up_PJ = _product_by_expert(x_PH, w_gate_up_LJH.transpose(1, 2), schedule)
     act = _swiglu(gate_up_PJ, options.clamp)
-    y_PH = _product_by_expert(act.hidden_PI, w_down_LHI.transpose(1, 2), schedule)
+    hidden_PI = act.hidden_PI.to(x_TH.dtype)
+    y_PH = _product_by_expert(hidden_PI, w_down_LHI.transpose(1, 2), schedule)
     sum_TH = _combine(transport.slots_of_rows(y_PH, schedule), x_TH.shape, x_TH.device, weights_TK)
 
     shared_gate_up_JH = shared_down_HS = shared_gate_up_TJ = None
@@ -111,7 +112,8 @@ def forward(
         shared_gate_up_JH = _gate_up_weights(*experts.shared.gate_up_JH.unsqueeze(0).chunk(2, dim=1))[0]
         shared_down_HS = _gemm_ready(_pad_matrix(experts.shared.down_HS[None]))[0]
         shared_gate_up_TJ = torch.mm(_pad_rows(x_TH), shared_gate_up_JH.t())
-        shared_TH = torch.mm(_swiglu(shared_gate_up_TJ, options.clamp).hidden_PI, shared_down_HS.t())[: x_TH.shape[0]].float()
+        hidden_TS = _swiglu(shared_gate_up_TJ, options.clamp).hidden_PI.to(x_TH.dtype)
+        shared_TH = torch.mm(hidden_TS, shared_down_HS.t())[: x_TH.shape[0]].float()
         sum_TH.add_(shared_TH if shared_scale_T is None else shared_TH * shared_scale_T.unsqueeze(1))
     y_TH = _true_columns(sum_TH.to(x_TH.dtype), hidden_size)
 
@@ -128,7 +130,7 @@ def forward(
         x_TH=None if keep_all and experts.shared is None else x_TH,
         x_PH=x_PH if keep_all else None,
         gate_up_PJ=gate_up_PJ if keep_gate_up else None,
-        hidden_PI=act.hidden_PI if keep_all else None,
+        hidden_PI=hidden_PI if keep_all else None,
         silu_PI=act.silu_PI if keep_fp32 else None,
         shared_gate_up_JH=shared_gate_up_JH,
         shared_down_HS=shared_down_HS,
@@ -157,7 +159,7 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     if saved.hidden_PI is None or saved.silu_PI is None:
         act = _swiglu(gate_up_PJ, options.clamp)
     else:
-        act = Activations(saved.hidden_PI, saved.silu_PI)
+        act = Activations(saved.silu_PI, saved.hidden_PI)
 
     dy_PH = transport.rows_of_tokens(dy_TH, schedule)
     weights_P = transport.rows_of_routes(saved.weights_TK.reshape(-1), schedule)
@@ -231,10 +233,10 @@ def _product_by_expert(rows_PA: Tensor, weights_LAB: Tensor, schedule: Schedule,
     """out[p] = rows[p] @ weights[expert of row p]; every row of the buffer belongs to an expert, so every row is written."""
     dtype = torch.float32 if fp32 else rows_PA.dtype
     out_PB = torch.empty(rows_PA.shape[0], weights_LAB.shape[2], dtype=dtype, device=rows_PA.device)
-    for weights_AB, (start, rows) in zip(weights_LAB, schedule.experts, strict=True):
-        if not rows:
+    sizes = [rows for _, rows in schedule.experts]
+    for operand, weights_AB, out in zip(rows_PA.split(sizes), weights_LAB.unbind(), out_PB.split(sizes), strict=True):
+        if not operand.shape[0]:
             continue
-        operand, out = rows_PA.narrow(0, start, rows), out_PB.narrow(0, start, rows)
         if fp32:
             _product_fp32(operand, weights_AB, out)
         else:
@@ -250,10 +252,10 @@ def _product_fp32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _swiglu(gate_up_PJ: Tensor, clamp: float) -> Activations:
-    """hidden = silu(gate) * up in fp32, rounded once."""
+    """hidden = silu(gate) * up."""
     gate_PI, up_PI = _clamped(gate_up_PJ, clamp)
     silu_PI = silu(gate_PI)
-    return Activations((silu_PI * up_PI).to(gate_up_PJ.dtype), silu_PI)
+    return Activations(silu_PI, silu_PI * up_PI)
 
 
 def _swiglu_backward(
@@ -262,29 +264,29 @@ def _swiglu_backward(
     """From dh, fp32 and unweighted (it is overwritten): d(gate) and d(up) [P, J], and the hidden rows, all three times the
     row's weight, in the dtype of gate_up; and the gradient of that weight [P], fp32.
 
-    d(silu) = sigmoid * (1 + gate * (1 - sigmoid)) = (1 + gate - silu) / (1 + exp(-gate)).
+    d(hidden)/d(gate) = up * sigmoid * (1 + gate * (1 - sigmoid)) = (up - hidden) * sigmoid + hidden, where
+    sigmoid is written with exp, since ATen's own gives an element other bits at the end of a vector than inside it.
     """
+    dtype = gate_up_PJ.dtype
     gate_PI, up_PI = _clamped(gate_up_PJ, clamp)
-    hidden_PI = act.hidden_PI.float()
-    scratch_PI = dh_PI * hidden_PI
+    scratch_PI = dh_PI * act.hidden_PI.to(dtype)
     dweights_P = _row_sum(scratch_PI)
-    d_gate_up_PJ = torch.empty_like(gate_up_PJ)
-    d_gate_PI, d_up_PI = d_gate_up_PJ.chunk(2, dim=1)
-    if weights_P is None:
-        scaled_hidden_PI = act.hidden_PI
-    else:
+    scaled_hidden_PI = act.hidden_PI
+    if weights_P is not None:
         weights_P1 = weights_P.unsqueeze(1)
         dh_PI.mul_(weights_P1)
-        scaled_hidden_PI = torch.mul(act.silu_PI, up_PI, out=scratch_PI).mul_(weights_P1).to(gate_up_PJ.dtype)
+        scaled_hidden_PI = torch.mul(act.hidden_PI, weights_P1, out=scratch_PI)
+    d_gate_up_PJ = torch.empty_like(gate_up_PJ)
+    d_gate_PI, d_up_PI = d_gate_up_PJ.chunk(2, dim=1)
     _multiply_into(d_up_PI, dh_PI, act.silu_PI)
     denominator_PI = torch.neg(gate_PI).exp_().add_(1.0)
-    slope_PI = torch.sub(gate_PI, act.silu_PI).add_(1.0).div_(denominator_PI).mul_(up_PI)
+    slope_PI = torch.sub(up_PI, act.hidden_PI).div_(denominator_PI).add_(act.hidden_PI)
     _multiply_into(d_gate_PI, dh_PI, slope_PI)
     if clamp:
         raw_gate_PI, raw_up_PI = gate_up_PJ.chunk(2, dim=1)
         d_gate_PI.masked_fill_(raw_gate_PI > clamp, 0)
         d_up_PI.masked_fill_(raw_up_PI.abs() > clamp, 0)
-    return d_gate_up_PJ, scaled_hidden_PI, dweights_P
+    return d_gate_up_PJ, scaled_hidden_PI.to(dtype), dweights_P
 
 
 def _clamped(gate_up_PJ: Tensor, clamp: float) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ an explicit backward without scatter-add. Knows nothing of experts, schedules or
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,7 +157,7 @@ class Router(nn.Module):
         self.correction_bias.copy_(updated_bias(self.correction_bias, counts_E, rate))
 
     def _raise_if_not_finite(self, logits_TE: Tensor) -> None:
-        if logits_TE.numel() == 0 or torch.stack(torch.aminmax(logits_TE)).isfinite().all():
+        if logits_TE.numel() == 0 or all(math.isfinite(bound) for bound in torch.aminmax(logits_TE)):
             return
         bad = int((~logits_TE.isfinite().all(1)).sum())
         raise NonFiniteError(
@@ -338,10 +339,11 @@ def _balance_loss(
     else:
         valid_C = valid_T.view(num_slices, tokens).sum(1).to(probabilities_TE.dtype)
         probabilities_TE = probabilities_TE.masked_fill(~valid_T.unsqueeze(1), 0)
-    ids_CN = ids_TK.reshape(num_slices, tokens * top_k)
-    sorted_CN = torch.sort(ids_CN, dim=1).values
-    borders = torch.arange(num_experts + 1, device=ids_TK.device).expand(num_slices, -1).contiguous()
-    counts_CE = torch.diff(torch.searchsorted(sorted_CN, borders), dim=1)
+    # A token's ids differ, so every place is written once; fp32 counts exactly up to 2^24.
+    chosen_TE = torch.zeros_like(probabilities_TE).scatter_(1, ids_TK.clamp(min=0), 1.0)
+    if valid_T is not None:
+        chosen_TE.masked_fill_(~valid_T.unsqueeze(1), 0)
+    counts_CE = chosen_TE.view(num_slices, tokens, num_experts).sum(1)
     load_CE = counts_CE / (valid_C.clamp(min=1) * top_k).unsqueeze(1)
     mean_CE = probabilities_TE.view(num_slices, tokens, num_experts).sum(1) / valid_C.clamp(min=1).unsqueeze(1)
     return num_experts * (load_CE * mean_CE).sum(1), load_CE, valid_C

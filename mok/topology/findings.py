@@ -192,7 +192,7 @@ def _of_measurement(topology: Topology) -> Iterator[Finding]:
         yield Finding("warning", "slow-pair", where, what, "compare NVLink error counters of both GPUs; run again when idle")
     if measurement.unfinished:
         yield Finding(
-            "warning", "measure-unfinished", "measurement", measurement.unfinished, "run again; the rest is not measured"
+            "warning", "measure-unfinished", "measurement", measurement.unfinished, "what is missing here is not measured"
         )
 
 

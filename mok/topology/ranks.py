@@ -11,6 +11,7 @@ import dataclasses
 import datetime
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -21,20 +22,41 @@ from mok.errors import RankError
 from mok.shapes import LayerShape
 from mok.topology.advice import advise
 from mok.topology.fabric import judge
-from mok.topology.model import Host, Rank, Topology, from_plain, to_plain
+from mok.topology.measure.plan import make_plan
+from mok.topology.measure.watch import measure
+from mok.topology.measurement import Exchange, Measurement, Transfer
+from mok.topology.model import Gpu, Host, Rank, Topology, from_plain, to_plain
 from mok.topology.probe import probe_host
 from mok.topology.sources import child_environment
 
 __all__ = ["Report", "agree_on_ep", "gather", "in_launch", "merge", "probe_alone", "probe_ranks", "spawn"]
 
 
+MEASURE_ALLOWANCE_S = 240.0
+"""What is added to a time limit when ranks measure before they report."""
+
+CPU_EXCHANGE_BYTES = 32 << 20
+"""The most that a CPU rank receives in a measured all-to-all."""
+
+
+LEAVING_LIMIT_S = 10.0
+
+CHILD_COMMAND = (sys.executable, "-m", "mok.topology.ranks")
+
+
 @dataclass(frozen=True)
 class Report:
-    """What one rank says; `local_rank` picks its GPU among those it sees."""
+    """What one rank says; `local_rank` picks its GPU among those it sees.
+
+    measurement: figures of this host in local ordinals, from its first rank. exchanges: among all ranks, from rank 0.
+    """
 
     rank: int
     local_rank: int
     host: Host
+    measurement: Measurement | None = None
+    exchanges: tuple[Exchange, ...] = ()
+    no_exchange_reason: str = ""
 
 
 def in_launch() -> bool:
@@ -42,23 +64,42 @@ def in_launch() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ)
 
 
-def own_report() -> Report:
-    rank = int(os.environ.get("RANK", "0"))
-    return Report(rank, int(os.environ.get("LOCAL_RANK", "0")), probe_host())
+def own_report(shape: LayerShape | None = None) -> Report:
+    """This rank's host; with a `shape`, the first rank of each host measures all GPUs that it sees."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    host = probe_host()
+    measured = measure_host(host, shape) if shape is not None and local_rank == 0 and _visible(host) else None
+    return Report(int(os.environ.get("RANK", "0")), local_rank, host, measured)
+
+
+def measure_host(host: Host, shape: LayerShape) -> Measurement:
+    """Figures of the visible GPUs of this host, at the sizes of an MoE layer of `shape`."""
+    gpus = _visible(host)
+    if not gpus:
+        return Measurement(unfinished="there is no GPU to measure")
+    return measure(make_plan(len(gpus), shape))
+
+
+def _visible(host: Host) -> list[Gpu]:
+    return [gpu for gpu in host.gpus if gpu.visible]
 
 
 def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def probe_alone(wait_s: float = 0.0) -> Topology:
-    """This host as one process sees it; with `wait_s`, look again until every fabric is ready or the time is over."""
+def probe_alone(wait_s: float = 0.0, shape: LayerShape | None = None) -> Topology:
+    """This host as one process sees it, measured if a `shape` is given.
+
+    wait_s: look again until every fabric is ready or the time is over.
+    """
     deadline = time.monotonic() + wait_s
     while True:
         topology = Topology((probe_host(),), captured_at=now())
         ready = all(judge(gpu.fabric).kind != "not ready" for gpu in topology.hosts[0].gpus)
         if ready or time.monotonic() >= deadline:
-            return topology
+            measured = measure_host(topology.hosts[0], shape) if shape is not None else None
+            return dataclasses.replace(topology, measurement=measured)
         time.sleep(min(2.0, wait_s))
 
 
@@ -83,9 +124,33 @@ def connect(limit_s: float):  # type: ignore[no-untyped-def]
         ) from None
 
 
-def probe_ranks(limit_s: float) -> Topology | None:
-    """Under a launcher: report, and on rank 0 gather all reports within `limit_s`; None on the other ranks."""
-    return gather(connect(limit_s), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), own_report(), limit_s)
+def probe_ranks(limit_s: float, shape: LayerShape | None = None) -> Topology | None:
+    """Under a launcher: report, and on rank 0 gather all reports within `limit_s`; None on the other ranks.
+
+    With a `shape`, measure first: pairs within each host, all-to-all among all ranks.
+    """
+    limit_s += MEASURE_ALLOWANCE_S if shape is not None else 0.0
+    store = connect(limit_s)
+    report = own_report(shape)
+    if shape is not None:
+        report = with_exchanges(report, store, shape, limit_s)
+    return gather(store, report.rank, int(os.environ["WORLD_SIZE"]), report, limit_s)
+
+
+def with_exchanges(report: Report, store, shape: LayerShape, limit_s: float) -> Report:  # type: ignore[no-untyped-def]
+    """`report` with the all-to-all that all ranks of the launch have measured together."""
+    from mok.topology.measure.collective import measure_collective
+
+    world_size, gpus = int(os.environ["WORLD_SIZE"]), _visible(report.host)
+    deadline = time.monotonic() + limit_s
+    ordinal = report.local_rank % len(gpus) if gpus else 0
+    device = f"cuda:{ordinal}" if gpus else "cpu"
+    identity = gpus[ordinal].uuid if gpus else report.host.boot_id
+    plan = make_plan(world_size, shape) if gpus else make_plan(world_size, shape, largest_exchange=CPU_EXCHANGE_BYTES)
+    done, reason = measure_collective(
+        store, report.rank, world_size, device, identity, plan, lambda key: _wait(store, key, deadline)
+    )
+    return dataclasses.replace(report, exchanges=tuple(done), no_exchange_reason=reason) if report.rank == 0 else report
 
 
 def gather(store, rank: int, world_size: int, report: Report, limit_s: float) -> Topology | None:  # type: ignore[no-untyped-def]
@@ -140,14 +205,24 @@ def _wait(store, key: str, deadline: float) -> bool:  # type: ignore[no-untyped-
     return True
 
 
-def spawn(num_ranks: int, limit_s: float, command: tuple[str, ...] = (sys.executable, "-m", "mok.topology.ranks")) -> Topology:
-    """Start `num_ranks` processes on this host, each reporting as a rank, and put their reports together."""
+def spawn(
+    num_ranks: int, limit_s: float, shape: LayerShape | None = None, command: tuple[str, ...] = CHILD_COMMAND
+) -> Topology:
+    """Start `num_ranks` processes on this host, each reporting as a rank, and put their reports together.
+
+    With a `shape` they measure first, as `probe_ranks` does.
+    """
+    limit_s += MEASURE_ALLOWANCE_S if shape is not None else 0.0
     deadline = time.monotonic() + limit_s
+    arguments = [json.dumps({"shape": to_plain(shape), "limit_s": limit_s})] if shape is not None else []
+    port = str(_free_port())
     children = []
     for rank in range(num_ranks):
         numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-        environment = {**child_environment(), **numbers}
-        children.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment))
+        environment = {**child_environment(), **numbers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        children.append(
+            subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+        )
     reports, silent = [], []
     for rank, child in enumerate(children):
         try:
@@ -161,6 +236,12 @@ def spawn(num_ranks: int, limit_s: float, command: tuple[str, ...] = (sys.execut
             lines = errors.decode(errors="replace").strip().splitlines()
             silent.append(f"rank {rank}: ended with code {child.returncode}" + (f": {lines[-1]}" if lines else ""))
     return merge(reports, silent)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def merge(reports: Iterable[Report], silent: Iterable[str] = ()) -> Topology:
@@ -187,7 +268,37 @@ def merge(reports: Iterable[Report], silent: Iterable[str] = ()) -> Topology:
         )
         for report, index in placed
     )
-    return Topology(tuple(hosts), ranks, tuple(silent), captured_at=now())
+    return Topology(tuple(hosts), ranks, tuple(silent), captured_at=now(), measurement=_measurement(placed, hosts, ranks))
+
+
+def _measurement(placed: list[tuple[Report, int]], hosts: list[Host], ranks: tuple[Rank, ...]) -> Measurement | None:
+    """The figures of all hosts in rank numbers, and the all-to-all of all ranks; None if nobody measured."""
+    rank_of = {(rank.host, rank.gpu): rank.rank for rank in reversed(ranks) if rank.gpu is not None}
+    transfers: list[Transfer] = []
+    exchanges: list[Exchange] = []
+    unfinished: list[str] = []
+    seconds = 0.0
+    for report, index in placed:
+        exchanges += report.exchanges
+        if report.no_exchange_reason:
+            unfinished.append(f"no all-to-all among the ranks: {report.no_exchange_reason}")
+        if report.measurement is None:
+            continue
+        uuids = [gpu.uuid for gpu in hosts[index].gpus]
+        names = [rank_of.get((index, uuids.index(gpu.uuid))) for gpu in _visible(report.host)]
+        for transfer in report.measurement.transfers:
+            source, target = names[transfer.source], names[transfer.target]
+            if source is not None and target is not None:
+                transfers.append(dataclasses.replace(transfer, source=source, target=target))
+        for exchange in report.measurement.exchanges:
+            members = [names[ordinal] for ordinal in exchange.ranks]
+            if None not in members:
+                exchanges.append(dataclasses.replace(exchange, ranks=tuple(m for m in members if m is not None)))
+        unfinished += [f"{report.host.name}: {report.measurement.unfinished}"] if report.measurement.unfinished else []
+        seconds = max(seconds, report.measurement.seconds)
+    if not transfers and not exchanges and not unfinished:
+        return None
+    return Measurement(tuple(transfers), tuple(exchanges), seconds, "; ".join(unfinished))
 
 
 def _gpu_of(report: Report, host: Host) -> int | None:
@@ -229,7 +340,21 @@ def _numbered(host: Host) -> Host:
 
 
 def main() -> None:
-    sys.stdout.write(json.dumps(to_plain(own_report())))
+    """One rank that `spawn` started: print its report; with an argument, measure first."""
+    if len(sys.argv) == 1:
+        report = own_report()
+    else:
+        arguments = json.loads(sys.argv[1])
+        shape = from_plain(LayerShape, arguments["shape"])
+        store = connect(arguments["limit_s"])
+        report = with_exchanges(own_report(shape), store, shape, arguments["limit_s"])
+        # Rank 0 serves the store: it leaves last.
+        store.set(f"mok/topology/left/{report.rank}", "1")
+        if report.rank == 0:
+            deadline = time.monotonic() + LEAVING_LIMIT_S
+            for other in range(int(os.environ["WORLD_SIZE"])):
+                _wait(store, f"mok/topology/left/{other}", deadline)
+    sys.stdout.write(json.dumps(to_plain(report)))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import pytest
 from mok.errors import RankError
 from mok.shapes import LAYER_SHAPES
 from mok.topology import advise, domains, findings
+from mok.topology.measurement import Exchange, Measurement, Transfer
 from mok.topology.model import to_plain
 from mok.topology.ranks import Report, agree_on_ep, gather, merge, spawn
 from tests.unit.topology.machines import bare_host, h100_box, launched, rack
@@ -80,7 +81,7 @@ print(sys.argv[1])
 def test_silent_process_is_named():
     report = json.dumps(to_plain(Report(0, 0, bare_host("x"))))
     start = time.monotonic()
-    topology = spawn(3, 2.0, (sys.executable, "-c", SOMETIMES_SILENT, report))
+    topology = spawn(3, 2.0, None, (sys.executable, "-c", SOMETIMES_SILENT, report))
     assert time.monotonic() - start < 10
     assert topology.silent == ("rank 1: no report within 2 s", "rank 2: ended with code 1: no such device")
     assert [f.where for f in findings(topology) if f.code == "rank-silent"] == ["rank 1", "rank 2"]
@@ -153,3 +154,49 @@ def test_torchrun_prints_one_picture(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ranks 0-1") == 1
+
+
+def test_all_to_all_among_cpu_processes(mok):
+    done = mok("probe-topology", "--nproc", "2", "--measure", "--shape", "toy", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    exchanges = report["topology"]["measurement"]["exchanges"]
+    assert [(e["routing"], e["method"], e["verdict"], e["ranks"]) for e in exchanges] == [
+        (routing, "gloo", "verified", [0, 1]) for routing in ("even", "skewed", "one-hot")
+    ]
+    assert report["advice"]["measured_from"] == "even all-to-all among 2 ranks"
+    assert report["advice"]["exchange_ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("devices", "reason"),
+    [
+        (["cpu a", "cpu a"], ""),
+        (["cuda GPU-1", "cuda GPU-2"], ""),
+        (["cuda GPU-1", "cuda GPU-1"], "ranks share a GPU, which NCCL refuses"),
+        (["cuda GPU-1", "cpu a"], "some ranks have a GPU and some have none"),
+        (["cuda GPU-1"], "rank 1 did not come to the exchange"),
+    ],
+)
+def test_exchange_is_started_by_all_ranks_or_none(devices, reason):
+    from mok.topology.measure.collective import verdict_of
+
+    shared = store()
+    for rank, device in enumerate(devices):
+        shared.set(f"mok/exchange/here/{rank}", device)
+    assert verdict_of(shared, 2, lambda key: shared.check([key])) == (f"no:{reason}" if reason else "go:")
+
+
+def test_figures_of_hosts_become_figures_of_ranks():
+    hosts = rack(2)
+    local = Measurement(
+        (Transfer(0, 3, "copy", "verified", gb_per_s=100.0),),
+        (Exchange((0, 1, 2, 3), "even", "load", 1, 2, 3, "verified"),),
+        seconds=3.0,
+    )
+    reports = [Report(rank, rank % 4, hosts[rank // 4], local if rank % 4 == 0 else None) for rank in range(8)]
+    reports[0] = dataclasses.replace(reports[0], no_exchange_reason="rank 3 did not come to the exchange")
+    measurement = merge(reports).measurement
+    assert [(t.source, t.target) for t in measurement.transfers] == [(0, 3), (4, 7)]
+    assert [e.ranks for e in measurement.exchanges] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert measurement.unfinished == "no all-to-all among the ranks: rank 3 did not come to the exchange"

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from mok.errors import UsageError
+from mok.shapes import LAYER_SHAPES
+from mok.topology import Topology, advise, findings
 from mok.topology.measurement import Exchange, Measurement, Transfer
+from mok.topology.report import summary
 from mok.topology.snapshot import load, save, to_document
 from tests.unit.topology.machines import FIXTURES, MACHINES, golden_text, h100_box
 
@@ -40,10 +44,14 @@ def test_every_snapshot_says_what_it_is():
     assert {path.stem for path in SNAPSHOTS} >= set(MACHINES)
 
 
-def test_measurement_comes_back(tmp_path):
+def boxed_with_measurement() -> Topology:
     transfer = Transfer(0, 1, "load", "verified", "", 1 << 26, 5, 350.0, 340.0, 360.5, 1.25)
     exchange = Exchange((0, 1), "even", "load", 4096, 7168, 8, "verified", "", 1 << 28, 5, 1.0, 0.9, 1.1)
-    topology = dataclasses.replace(h100_box(), measurement=Measurement((transfer,), (exchange,), 12.5))
+    return dataclasses.replace(h100_box(), measurement=Measurement((transfer,), (exchange,), 12.5))
+
+
+def test_measurement_comes_back(tmp_path):
+    topology = boxed_with_measurement()
     save(topology, tmp_path / "x.json")
     assert load(tmp_path / "x.json") == topology
 
@@ -112,7 +120,7 @@ def test_command_exit_codes(mok, tmp_path):
     (tmp_path / "cut.json").write_text(damaged("cut"))
     for arguments in (
         ("--from", "cut.json"),
-        ("--from", path, "--nproc", "2"),
+        ("--from", path, "--measure"),
         ("--shape", "nothing"),
         ("--ep", "8"),
         ("--from", path, "--shape", "mixtral-8x7b", "--ep", "72"),
@@ -139,3 +147,36 @@ def test_from_needs_no_torch(mok):
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert "mok.topology.domains" in imported
     assert "torch" not in imported
+
+
+def test_every_key_and_code_is_documented():
+    page = Path("docs/topology.md").read_text(encoding="utf-8")
+    code = Path("mok/topology/findings.py").read_text(encoding="utf-8")
+    codes = set(re.findall(r'Finding\(\s*(?:"\w+"|severity|[^,]+),\s*"([a-z0-9-]+)"', code)) | {
+        "imex-missing",
+        "imex-unreadable",
+    }
+    assert len(codes) > 15
+    assert {code for code in codes if f"`{code}`" not in page} == set()
+    keys: set[str] = set()
+
+    def collect(value: object) -> None:
+        if isinstance(value, dict):
+            keys.update(value)
+            for item in value.values():
+                collect(item)
+        elif isinstance(value, list):
+            for item in value:
+                collect(item)
+
+    topology = boxed_with_measurement()
+    report = json.loads(
+        json.dumps(summary(topology, findings(topology), advise(topology, LAYER_SHAPES["toy"]), None, None, ""))
+    )
+    del report["gpus_per_host"]
+    for gpu in report["gpus"]:
+        gpu["fabric_health"] = {}
+    for host in report["topology"]["hosts"]:
+        host["environment"] = {}
+    collect(report)
+    assert {key for key in keys if not re.search(rf"[`.]{key}[`.\[]", page)} == set()
