@@ -69,7 +69,7 @@ def price(recipe: Recipe, world_size: int | None = None) -> Price:
             ep=ep,
             lanes=len(layout.lanes),
             positions=len(layout.positions),
-            tokens=_slices_per_call(layout) * layout.grid.slice_sequences * sequence,
+            tokens=_slices_per_call(recipe, layout) * layout.grid.slice_sequences * sequence,
         ),
         flops_per_token=shapes.flops_per_token(recipe, vocab_size),
         tokens_per_step=recipe.train.batch_size * sequence,
@@ -123,9 +123,9 @@ def _ranks(recipe: Recipe, world_size: int | None) -> tuple[int, int]:
     return ep, world_size // ep
 
 
-def _slices_per_call(layout: Layout) -> int:
-    """The fewest slices of a rank that one call can hold: whole segments, the same number for every rank of the group."""
-    return math.lcm(layout.grid.segment, layout.ep) // layout.ep
+def _slices_per_call(recipe: Recipe, layout: Layout) -> int:
+    """The slices of a rank in one call: the recipe's choice, or the fewest that a call can hold, as on a GPU."""
+    return recipe.distributed.slices_per_call or math.lcm(layout.grid.segment, layout.ep) // layout.ep
 
 
 def _as_json(resolved: Resolved, price: Price) -> dict[str, Any]:
