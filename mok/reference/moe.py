@@ -115,7 +115,7 @@ def moe_forward(
     shared: tuple[Tensor, Tensor, Tensor] | None = None,
     shared_scale_T: Tensor | None = None,
 ) -> Tensor:
-    """y_TH: each token's slots in order (id -1 is left out), then the shared expert (gate_SH, up_SH, down_HS) times its scale."""
+    """y_TH: each token's slots in order (id -1 left out), then the shared expert (gate_SH, up_SH, down_HS) times its scale."""
     y_TH = torch.empty_like(x_TH)
     for t, x_H in enumerate(x_TH):
         rows, weights = [], []
