@@ -179,12 +179,15 @@ def checkpoint_bytes(recipe: Recipe, vocab_size: int) -> int:
 
 
 def _activation_bytes(recipe: Recipe, vocab_size: int, tokens: int) -> int:
-    """An estimate of what a call keeps for its backward, the logits of the loss included."""
+    """An estimate of what a call keeps for its backward, the logits of the loss included.
+
+    Values per token are what the process of a toy model grew by in a forward, in units of the widths involved.
+    """
     model, moe, shape = recipe.model, recipe.moe, layer_shape(recipe)
     values_per_token = {
-        "attention": 4 * model.hidden_size + (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
-        "none": moe.top_k * (2 * shape.hidden_size + 3 * shape.intermediate_size) + 3 * shape.shared_size,
-        "activations": moe.top_k * (2 * shape.hidden_size + 2 * shape.intermediate_size) + 2 * shape.shared_size,
+        "attention": 5 * model.hidden_size + (3 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
+        "none": moe.top_k * (2 * shape.hidden_size + 3 * shape.intermediate_size) + 2 * shape.shared_size,
+        "activations": moe.top_k * (shape.hidden_size + shape.intermediate_size) + 2 * shape.shared_size,
         "all": 0,
     }
     per_layer = values_per_token["attention"] + values_per_token[moe.recompute]
