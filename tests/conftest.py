@@ -32,6 +32,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="long; run by `make soak`"))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """One thread inside this process: most tests are many tiny operations, for which waking a second thread costs more than it
+    brings, on a busy machine a hundred times more. Tests of threads set their number themselves."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
 @pytest.fixture
 def mok(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run the `mok` command in a process of its own, in an empty folder: mok("train", "toy") -> CompletedProcess."""
