@@ -22,6 +22,7 @@ __all__ = ["COMMANDS", "cli", "main"]
 # name -> (where the command is, what it does); the second is here too so that `mok --help` imports no command.
 COMMANDS: dict[str, tuple[str, str]] = {
     "probe-topology": ("mok_cli.probe_topology:probe_topology", "Show GPUs and links; advise on expert groups."),
+    "train": ("mok_cli.train:train", "Train a model from a recipe."),
     "recipes": ("mok_cli.recipes:recipes", "List, show, copy or check recipes."),
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
+from mok.checkpoint import Writers
 from mok.gradients import Exchange
 from mok.grid import Layout
 from mok.model.transformer import Group
@@ -20,12 +21,13 @@ class Ranks(Protocol):
     """The ranks of a launch, seen from one of them.
 
     layout: which part of the grid this rank owns. group: its expert-parallel group. exchange: adds gradient parts; None where
-    there is nobody to add to.
+    there is nobody to add to. writers: for checkpoints that all ranks write together.
     """
 
     layout: Layout
     group: Group
     exchange: Exchange | None
+    writers: Writers
 
     def gather(self, value: T) -> list[T]:
         """The value of every rank, in rank order; small Python values, known to all ranks afterwards."""
@@ -38,6 +40,7 @@ class OneRank:
         self.layout = layout
         self.group = Group()
         self.exchange: Exchange | None = None
+        self.writers = Writers()
 
     def gather(self, value: T) -> list[T]:
         return [value]

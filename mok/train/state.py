@@ -99,7 +99,9 @@ class TrainState:
 
     def load(self, saved: checkpoint.Checkpoint) -> None:
         """Become the state of a checkpoint. Raises CheckpointError, with nothing changed, where it does not fit exactly."""
-        checkpoint.load_tensors(saved, self.tensors())
+        tensors = self.tensors()
+        everywhere = {name for names in self.ranks.gather(list(tensors)) for name in names}
+        checkpoint.load_tensors(saved, tensors, elsewhere=everywhere)
         self.step = saved.step
         self.samples = int(saved.manifest["samples"])
         self._keep_frozen_values()

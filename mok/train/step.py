@@ -7,20 +7,22 @@ anything happens. Read next: `mok/train/state.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mok.errors import NonFiniteError
+from mok.grid import Call
 from mok.model.loss import IGNORED, head_loss, head_loss_and_gradient
 from mok.train.batches import Batches
 from mok.train.optim import gradient_norm
 from mok.train.schedules import learning_rate
 from mok.train.state import TrainState
 
-__all__ = ["StepReport", "evaluate", "train_step"]
+__all__ = ["Observer", "StepReport", "evaluate", "train_step"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,25 @@ class _Sums:
     counts: list[Tensor] = field(default_factory=list)
 
 
-def train_step(state: TrainState, batches: Batches) -> StepReport:
+class Observer(Protocol):
+    """Sees what a step computes, in order. Whatever it is given must not be changed or kept."""
+
+    def begin(self, step: int) -> None: ...
+
+    def call(self, call: Call, inputs: Tensor, targets: Tensor) -> None:
+        """A call begins; [B, S] ids of this rank's slices."""
+
+    def losses(self, losses_C: Tensor) -> None:
+        """The forward of the call is over: the sum of the token losses of each slice."""
+
+    def reduced(self, gradients: Mapping[str, Tensor], report: StepReport) -> None:
+        """The gradients of the step are complete, not clipped yet."""
+
+    def updated(self, tensors: Mapping[str, Tensor]) -> None:
+        """The optimizer is done."""
+
+
+def train_step(state: TrainState, batches: Batches, observer: Observer | None = None) -> StepReport:
     """Make the next step. Raises NonFiniteError before anything is changed if loss, router or gradients are not finite."""
     recipe, model, store = state.recipe, state.model, state.store
     step = state.step + 1
@@ -75,12 +95,19 @@ def train_step(state: TrainState, batches: Batches) -> StepReport:
     num_slices = state.ranks.layout.grid.num_slices
     sums = _Sums()
     store.begin_step()
+    if observer is not None:
+        observer.begin(step)
     for call, (inputs, targets) in zip(state.calls, loaded, strict=True):
         store.begin_call(call)
+        if observer is not None:
+            observer.call(call, inputs, targets)
         hidden_TH, stats = model(inputs, call.grid)
         losses_T, dhidden_TH, _ = head_loss_and_gradient(
             hidden_TH.detach(), model.w_head, model.vocab_size, targets.view(-1), 1.0 / tokens
         )
+        sums.losses.append(losses_T.view(len(call.slices), -1).sum(1))
+        if observer is not None:
+            observer.losses(sums.losses[-1])
         roots, slopes = [hidden_TH], [dhidden_TH]
         for coefficient, losses in (
             (recipe.moe.balance_loss, [layer.balance_loss_C for layer in stats]),
@@ -90,7 +117,6 @@ def train_step(state: TrainState, batches: Batches) -> StepReport:
                 roots += losses
                 slopes += [torch.full_like(loss_C, coefficient / num_slices) for loss_C in losses]
         torch.autograd.backward(roots, slopes)
-        sums.losses.append(losses_T.view(len(call.slices), -1).sum(1))
         if stats:
             sums.balance.append(torch.stack([layer.balance_loss_C.detach() for layer in stats]))
             sums.z.append(torch.stack([layer.z_loss_C.detach() for layer in stats]))
@@ -98,6 +124,8 @@ def train_step(state: TrainState, batches: Batches) -> StepReport:
     store.finish(state.ranks.exchange)
     state.clear_frozen_gradients()
     report = _report(state, sums, tokens, lr)
+    if observer is not None:
+        observer.reduced(state.gradients(), report)
     if not math.isfinite(report.loss) or not math.isfinite(report.grad_norm):
         what = "loss" if not math.isfinite(report.loss) else "gradient norm"
         raise NonFiniteError(f"the {what} is not finite; nothing was updated; lower optim.lr, or look at the saved batch")
@@ -108,6 +136,8 @@ def train_step(state: TrainState, batches: Batches) -> StepReport:
     if recipe.moe.correction_bias:
         _update_biases(state, report)
     state.step, state.samples = step, state.samples + recipe.train.batch_size
+    if observer is not None:
+        observer.updated(state.tensors())
     return report
 
 
