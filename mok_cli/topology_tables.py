@@ -5,9 +5,10 @@ Owns layout only; every figure and judgement comes from `mok.topology`.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +17,7 @@ from mok.topology.advice import Advice
 from mok.topology.domains import domains
 from mok.topology.fabric import judge
 from mok.topology.findings import Finding
+from mok.topology.measure.plan import METHODS
 from mok.topology.model import Gpu, Host, Topology
 from mok.topology.report import measured_rows
 
@@ -85,12 +87,14 @@ def _row(table: Table, *cells: str, style: str = "") -> None:
 def _host(console: Console, host: Host) -> None:
     _heading(console, host.name)
     memory = f"{host.memory_bytes / 2**30:.0f} GiB" if host.memory_bytes else "memory unknown"
-    nodes = f"{len(host.numa_nodes)} NUMA node{'s' if len(host.numa_nodes) != 1 else ''}"
-    _line(console, f"  {host.cpu_model or 'CPU'}, {host.num_cpus} CPUs, {memory}, {nodes}")
+    _line(console, f"  {host.cpu_model or 'CPU'}, {host.num_cpus} CPUs, {memory}")
     if host.gpus:
         spans_hosts = any(judge(gpu.fabric).usable_across_hosts for gpu in host.gpus)
         imex = f", IMEX channel {host.imex}" if spans_hosts else ""
         _line(console, f"  driver {host.driver or 'unknown'}, CUDA {host.cuda or 'unknown'}{imex}")
+    for node in host.numa_nodes:
+        size = f", {node.memory_bytes / 2**30:.0f} GiB" if node.memory_bytes else ""
+        _line(console, f"  NUMA node {node.node}: CPUs {node.cpus or 'none'}{size}")
     for source in host.sources:
         _line(console, f"  {source.name}: {'' if source.ok else 'no answer: '}{source.detail}", "" if source.ok else "yellow")
     if not host.gpus:
@@ -194,22 +198,41 @@ def _transfers(console: Console, topology: Topology) -> None:
     rows = measured_rows(topology)
     if not rows:
         return
-    _heading(console, "Measured pairs (median of GB/s, lowest to highest; latency of one small access)")
-    table = _table("ranks", "link", "by", "GB/s", "spread", "nominal", "us", "data", right=("GB/s", "spread", "nominal", "us"))
-    for row in rows:
-        bad = row["verdict"] == "FAILED"
-        cells = [
-            f"{row['source']} -> {row['target']}",
-            row["link"],
-            row["method"],
-            _speed(row["gb_per_s"]),
-            f"{_speed(row['low_gb_per_s'])}-{_speed(row['high_gb_per_s'])}" if row["low_gb_per_s"] is not None else "",
-            f"{row['percent']:.0f}%" if row["percent"] is not None else "",
-            _number(row["latency_us"], 2),
-            row["verdict"] + (" SLOW" if row["outlier"] else ""),
-        ]
-        _row(table, *cells, style="bold red" if bad else "yellow" if row["outlier"] else "")
-    console.print(table)
+    _heading(console, "Measured pairs, GB/s from row to column")
+    _line(console, "  a figure: verified; FAILED: data did not arrive; -: not capable; ?: not measured; *: slow")
+    for method in METHODS:
+        of_method = [row for row in rows if row["method"] == method]
+        # Ranks of one host after another: pairs across hosts are not measured one by one.
+        for _, group in groupby(of_method, key=lambda row: topology.place_of[row["source"]].host):
+            _speeds(console, method, list(group))
+
+
+def _speeds(console: Console, method: str, rows: list[dict[str, Any]]) -> None:
+    """One matrix of one host, and its summary."""
+    speeds = [row["gb_per_s"] for row in rows if row["gb_per_s"] is not None]
+    latencies = [row["latency_us"] for row in rows if row["latency_us"] is not None]
+    text = f"  {method}: {sum(row['verdict'] == 'verified' for row in rows)} of {len(rows)} pairs verified"
+    if speeds:
+        percents = [row["percent"] for row in rows if row["percent"] is not None]
+        share = f" ({statistics.median(percents):.0f}% of nominal)" if percents else ""
+        text += f", median {_speed(statistics.median(speeds))} GB/s{share}, lowest {_speed(min(speeds))}"
+        text += f"; latency {statistics.median(latencies):.2f} us, highest {max(latencies):.2f}"
+    _line(console, text)
+    ranks = sorted({row[side] for row in rows for side in ("source", "target")})
+    cells = {(row["source"], row["target"]): _verdict(row) for row in rows}
+    for start in range(0, len(ranks), MATRIX_COLUMNS):
+        columns = ranks[start : start + MATRIX_COLUMNS]
+        table = _table("  ", *map(str, columns), right=tuple(map(str, columns)))
+        table.padding = (0, 1, 0, 0)
+        for source in ranks:
+            _row(table, f"  {source}", *(cells.get((source, target), "") for target in columns))
+        console.print(table)
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    if row["verdict"] == "verified":
+        return _speed(row["gb_per_s"]) + ("*" if row["outlier"] else "")
+    return {"FAILED": "FAILED", "not capable": "-"}.get(row["verdict"], "?")
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -230,9 +230,8 @@ def _transport(topology: Topology, ep: int, groups: list[Group], found: list[Dom
 
 def _refused_pair(topology: Topology, groups: list[Group]) -> tuple[int, int] | None:
     """The first two ranks of a group and host whose GPUs have no peer access, says the driver."""
-    places = {place.rank: place for place in topology.places()}
     for group in groups:
-        for a, b in permutations((places[rank] for rank in group.ranks), 2):
+        for a, b in permutations((topology.place_of[rank] for rank in group.ranks), 2):
             if a.host != b.host or a.gpu is None or b.gpu is None or a.gpu == b.gpu:
                 continue
             if topology.hosts[a.host].pair(a.gpu, b.gpu).capable is False:

@@ -98,7 +98,11 @@ def _of_host(host: Host) -> Iterator[Finding]:
             yield Finding(severity, "environment", host.name, f"{name}={host.environment[name]}: {what}", fix)
     if host.gpus:
         for source in host.sources:
-            if not source.ok and source.name != "nvidia-smi":
+            if not source.ok and source.name == "cuda":
+                what = f"CUDA cannot be used by this process: {source.detail}; its ordinals are assumed"
+                fix = "install a torch built for CUDA, and give the container compute access to the driver"
+                yield Finding("warning", "cuda-failed", host.name, what, fix)
+            elif not source.ok and source.name != "nvidia-smi":
                 yield Finding(
                     "note", "source-failed", host.name, f"{source.name}: {source.detail}", "see docs/topology.md, Sources"
                 )
@@ -109,7 +113,7 @@ def _of_gpu(host: Host, gpu: Gpu) -> Iterator[Finding]:
     verdict = judge(gpu.fabric)
     if verdict.kind == "not ready":
         fix = "wait for the fabric manager (`--wait 120`); if it stays so, restart nvidia-fabricmanager"
-        yield Finding("error", "fabric-not-ready", where, f"fabric {gpu.fabric.state}", fix)
+        yield Finding("error", "fabric-not-ready", where, f"not ready: {gpu.label} {gpu.fabric.state}", fix)
     elif verdict.kind == "unhealthy":
         fix = "restart the fabric manager or drain the host; no rank on this GPU can share experts over NVLink"
         yield Finding("error", "fabric-unhealthy", where, verdict.words, fix)

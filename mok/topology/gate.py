@@ -18,7 +18,8 @@ REQUIREMENTS = ("p2p", "nvlink", "nvl72")
 def unmet(topology: Topology, require: str | None = None, expect_gpus: int | None = None) -> str:
     """The first thing that does not hold, as a sentence; "" if all does.
 
-    p2p: at least two visible GPUs, and on each host every ordered pair can read and write; a measured pair must have passed.
+    p2p: CUDA works and sees at least two GPUs, and on each host every ordered pair can read and write; a measured pair must
+    have passed.
     nvlink: p2p, and the visible GPUs of each host are in one NVLink domain with all links up.
     nvl72: nvlink, and all GPUs of the picture share one healthy (cluster UUID, clique) that can span hosts.
     Any rank that did not report fails every requirement.
@@ -40,6 +41,8 @@ def _p2p(topology: Topology) -> str:
     if topology.num_visible_gpus == 1:
         return "one GPU is visible, peer access takes two"
     for host in topology.hosts:
+        if failed := [source.detail for source in host.sources if source.name == "cuda" and not source.ok]:
+            return f"{host.name}: CUDA cannot be used ({failed[0]})"
         visible = [i for i, gpu in enumerate(host.gpus) if gpu.visible]
         for first in visible:
             for second in visible:

@@ -259,6 +259,11 @@ class Topology:
         gpus = [(h, g) for h, host in enumerate(self.hosts) for g, gpu in enumerate(host.gpus) if gpu.visible]
         return [Place(rank, host, gpu) for rank, (host, gpu) in enumerate(gpus)]
 
+    @cached_property
+    def place_of(self) -> dict[int, Place]:
+        """`places` by rank."""
+        return {place.rank: place for place in self.places()}
+
     @property
     def num_visible_gpus(self) -> int:
         return sum(gpu.visible for host in self.hosts for gpu in host.gpus)

@@ -27,9 +27,9 @@ from mok.topology.measure.watch import measure
 from mok.topology.measurement import Exchange, Measurement, Transfer
 from mok.topology.model import Gpu, Host, Rank, Topology, from_plain, to_plain
 from mok.topology.probe import probe_host
-from mok.topology.sources import child_environment
+from mok.topology.sources import child_environment, last_line
 
-__all__ = ["Report", "agree_on_ep", "gather", "in_launch", "merge", "probe_alone", "probe_ranks", "spawn"]
+__all__ = ["Report", "agree_on_ep", "free_port", "gather", "in_launch", "merge", "probe_alone", "probe_ranks", "spawn"]
 
 
 MEASURE_ALLOWANCE_S = 240.0
@@ -215,7 +215,7 @@ def spawn(
     limit_s += MEASURE_ALLOWANCE_S if shape is not None else 0.0
     deadline = time.monotonic() + limit_s
     arguments = [json.dumps({"shape": to_plain(shape), "limit_s": limit_s})] if shape is not None else []
-    port = str(_free_port())
+    port = str(free_port())
     children = []
     for rank in range(num_ranks):
         numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
@@ -227,7 +227,7 @@ def spawn(
     for rank, child in enumerate(children):
         try:
             output, errors = child.communicate(timeout=max(deadline - time.monotonic(), 0.01))
-            reports.append(from_plain(Report, json.loads(output), f"rank {rank}"))
+            reports.append(from_plain(Report, json.loads(last_line(output)), f"rank {rank}"))
         except subprocess.TimeoutExpired:
             child.kill()
             child.communicate()
@@ -238,7 +238,7 @@ def spawn(
     return merge(reports, silent)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

@@ -29,8 +29,7 @@ OUTLIER_SHARE = 0.85
 
 def link_between(topology: Topology, source: int, target: int) -> str:
     """Letters of the link between two ranks: as `Pair.link` within a host, NVL or NET across hosts, X for the same GPU."""
-    places = {place.rank: place for place in topology.places()}
-    first, second = places[source], places[target]
+    first, second = topology.place_of[source], topology.place_of[target]
     if first.gpu is None or second.gpu is None:
         return "CPU" if first.host == second.host else "NET"
     if first.host != second.host:
@@ -41,8 +40,7 @@ def link_between(topology: Topology, source: int, target: int) -> str:
 
 def nominal_gb_per_s(topology: Topology, source: int, target: int) -> float | None:
     """What the link can carry one way: NVLinks that are up, else PCIe; None if unknown, or for a GPU with itself."""
-    places = {place.rank: place for place in topology.places()}
-    first, second = places[source], places[target]
+    first, second = topology.place_of[source], topology.place_of[target]
     letters = link_between(topology, source, target)
     if first.gpu is None or second.gpu is None or letters in ("X", "NET"):
         return None

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mok.topology.model import Reading, Source, from_plain, to_plain
 
-__all__ = ["Question", "Unavailable", "answer", "ask", "child_environment", "count_of"]
+__all__ = ["Question", "Unavailable", "answer", "ask", "child_environment", "count_of", "last_line"]
 
 
 class Unavailable(Exception):
@@ -59,7 +59,7 @@ class Question:
             self._give_up()
             return None, Source(self.name, False, f"no answer within {self.limit_s:g} s")
         try:
-            document = json.loads(output)
+            document = json.loads(last_line(output))
         except ValueError:
             lines = errors.decode(errors="replace").strip().splitlines()
             return None, Source(self.name, False, _ending(self.child.returncode) + (f": {lines[-1]}" if lines else ""))
@@ -76,6 +76,11 @@ class Question:
         for pipe in (self.child.stdout, self.child.stderr):
             if pipe is not None:
                 pipe.close()
+
+
+def last_line(output: bytes) -> bytes:
+    """Where the JSON is: libraries may print before it."""
+    return output.strip().rpartition(b"\n")[2]
 
 
 def _ending(code: int) -> str:

@@ -35,7 +35,10 @@ def measure_collective(
         return [], "rank 0 did not answer in time"
     if reason := store.get("mok/exchange/verdict").decode().partition(":")[2]:
         return [], reason
-    return _exchange(store, rank, world_size, device, plan), ""
+    try:
+        return _exchange(store, rank, world_size, device, plan), ""
+    except RuntimeError as error:
+        return [], f"the exchange raised: {str(error).splitlines()[0]}"
 
 
 def verdict_of(store: Any, world_size: int, wait: Callable[[str], bool]) -> str:

@@ -43,7 +43,7 @@ class Plan:
     hidden_size: int
     top_k: int
     limit_s: float = 20.0
-    budget_s: float = 50.0
+    budget_s: float = 40.0
 
     @property
     def row_bytes(self) -> int:
@@ -71,7 +71,7 @@ def make_plan(
     shape: LayerShape,
     *,
     tokens: int = 4096,
-    budget_s: float = 50.0,
+    budget_s: float = 40.0,
     largest_exchange: int = LARGEST_EXCHANGE,
 ) -> Plan:
     """The largest transfers and exchanges that stay within `budget_s` even on slow links.

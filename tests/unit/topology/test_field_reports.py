@@ -132,7 +132,7 @@ def test_e04_registration_in_progress_is_not_ready_and_a_lost_gpu_is_missed():
         topology = Topology((join(bare_host("x"), {"nvml": reading, "cuda": cuda_view(reading.gpus)}, (), NOWHERE),))
         assert judge(topology.hosts[0].gpus[3].fabric).words == "not ready: in progress"
         found = findings(topology, expected)
-        assert any(f.where == "x GPU 3" and f.what == "fabric in progress" for f in found)
+        assert any(f.where == "x GPU 3" and f.what == "not ready: GPU 3 in progress" for f in found)
         assert ("gpu-count" in codes(topology, expect_gpus=expected)) == (len(present) == 7)
         assert "GPU 3: not ready: in progress" in unmet(topology, "nvlink")
     assert unmet(topology, None, 8) == "7 GPUs are visible, 8 are expected"

@@ -18,7 +18,7 @@ from mok.shapes import LAYER_SHAPES
 from mok.topology import advise, domains, findings
 from mok.topology.measurement import Exchange, Measurement, Transfer
 from mok.topology.model import to_plain
-from mok.topology.ranks import Report, agree_on_ep, gather, merge, spawn
+from mok.topology.ranks import Report, agree_on_ep, free_port, gather, merge, spawn
 from tests.unit.topology.machines import bare_host, h100_box, launched, rack
 
 
@@ -200,3 +200,34 @@ def test_figures_of_hosts_become_figures_of_ranks():
     assert [(t.source, t.target) for t in measurement.transfers] == [(0, 3), (4, 7)]
     assert [e.ranks for e in measurement.exchanges] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert measurement.unfinished == "no all-to-all among the ranks: rank 3 did not come to the exchange"
+
+
+def launched_rank(rank: int, port: int, *arguments: str) -> subprocess.Popen[str]:
+    """One rank of a launch of two by something else than torchrun."""
+    numbers = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "mok_cli", "probe-topology", *arguments],
+        env={**os.environ, **numbers},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_launch_with_a_lost_rank_names_it_and_ends():
+    alone = launched_rank(0, free_port(), "--timeout", "3", "--json", "--require", "p2p")
+    orphan = launched_rank(1, free_port(), "--timeout", "3")
+    output, errors = alone.communicate(timeout=100)
+    assert alone.returncode == 3
+    assert json.loads(output)["topology"]["silent"] == ["rank 1: no report within 3 s"]
+    assert errors.endswith("Error: p2p is required: rank 1: no report within 3 s\n")
+    output, errors = orphan.communicate(timeout=100)
+    assert orphan.returncode == 1
+    assert "rank 1: no store at 127.0.0.1" in errors
+    assert "is rank 0 up?" in errors
