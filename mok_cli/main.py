@@ -23,6 +23,8 @@ __all__ = ["COMMANDS", "cli", "main"]
 COMMANDS: dict[str, tuple[str, str]] = {
     "probe-topology": ("mok_cli.probe_topology:probe_topology", "Show GPUs and links; advise on expert groups."),
     "train": ("mok_cli.train:train", "Train a model from a recipe."),
+    "sample": ("mok_cli.sample:sample", "Write text with a trained model."),
+    "eval": ("mok_cli.eval:evaluate", "Loss of a trained model on text."),
     "recipes": ("mok_cli.recipes:recipes", "List, show, copy or check recipes."),
 }
 

@@ -30,6 +30,7 @@ from mok.data.corpus import Corpus, open_corpus
 from mok.data.loader import Loader
 from mok.determinism.fingerprint import fingerprint
 from mok.errors import CheckpointError, Interrupted, NonFiniteError, UsageError
+from mok.hf_import import HfWeights, config_folder
 from mok.train.batches import Batches
 from mok.train.ranks import Ranks
 from mok.train.run_folder import Start, finite
@@ -75,7 +76,7 @@ class Run:
         self.batches = Batches(loader, grid, device)
         held_out = Loader(self.corpus.validation, recipe.train.sequence_length, recipe.seed)
         self.held_out = Batches(held_out, grid, device, count=held_out.num_sequences)
-        self.state = TrainState(recipe, self._vocab_size(self.corpus), ranks, device)
+        self.state = self._fresh_state()
         if start.resumed is not None:
             self._resume(start, start.resumed)
         self.observer: Observer | None = None
@@ -242,9 +243,17 @@ class Run:
         for change in start.changes:
             self.say(f"  changed: {change.key}  {change.before!r} -> {change.now!r}  ({change.kind})")
 
-    def _vocab_size(self, corpus: Corpus) -> int:
-        size = corpus.tokenizer.size
-        wanted = self.recipe.model.vocab_size
+    def _fresh_state(self) -> TrainState:
+        recipe, size = self.recipe, self.corpus.tokenizer.size
+        folder = config_folder(recipe.model.init)
+        if folder is None:
+            return TrainState(recipe, self._vocab_size(size, recipe.model.vocab_size), self.ranks, self.device)
+        imported = HfWeights(folder, recipe)
+        for notice in imported.notices:
+            self.say(f"note: {notice}")
+        return TrainState(recipe, self._vocab_size(size, imported.vocab_size), self.ranks, self.device, imported.read)
+
+    def _vocab_size(self, size: int, wanted: int) -> int:
         if wanted and wanted < size:
             raise UsageError(
                 f"model.vocab_size = {wanted}: the tokenizer has {size} ids; use at least {size}, or 0 for its size"

@@ -8,6 +8,7 @@ each tensor has in a checkpoint and a digest. Knows nothing of files or of what 
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,10 +27,18 @@ __all__ = ["TrainState"]
 class TrainState:
     """A fresh model of `recipe` with its optimizer, for this rank of a launch.
 
+    weights: gives the initial value of a tensor by its name; None for random ones.
     step: steps done. samples: sequences seen, over all ranks: the position in the data.
     """
 
-    def __init__(self, recipe: Recipe, vocab_size: int, ranks: Ranks, device: torch.device) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        vocab_size: int,
+        ranks: Ranks,
+        device: torch.device,
+        weights: Callable[[str], Tensor] | None = None,
+    ) -> None:
         self.recipe = recipe
         self.ranks = ranks
         self.device = device
@@ -41,7 +50,11 @@ class TrainState:
         self._frozen = self._freeze(recipe.train.freeze)
         self._build_optimizer()
         self._places = self._find_places()
-        for tensor, value in initial_values(self.model, recipe.seed, recipe.model.init_std):
+        if weights is None:
+            values = initial_values(self.model, recipe.seed, recipe.model.init_std)
+        else:
+            values = ((tensor, weights(tensor.name)) for tensor in self._logical)
+        for tensor, value in values:
             for kind in ("", "master:"):
                 if (owner := self._owner(kind, tensor)) is not None:
                     tensor.of(owner).copy_(value)
