@@ -86,10 +86,13 @@ def moe_layer(
     module, notice = choose(backend, shape, x_TH.dtype, x_TH.device)
     if notice:
         warnings.warn(notice, stacklevel=3)
-    counts_CE = None
-    if options.transport is not None:
-        counts_CE = options.transport.all_counts(count_routes(expert_ids_TK, shape.num_experts, grid))
-    schedule = build_schedule(expert_ids_TK, shape.num_experts, grid, counts_CE)
+    if hasattr(module, "build_schedule"):  # on the device, for kernels that read it there
+        schedule = module.build_schedule(expert_ids_TK, shape, grid, options)
+    else:
+        counts_CE = None
+        if options.transport is not None:
+            counts_CE = options.transport.all_counts(count_routes(expert_ids_TK, shape.num_experts, grid))
+        schedule = build_schedule(expert_ids_TK, shape.num_experts, grid, counts_CE)
     wide = torch.float64 if x_TH.dtype == torch.float64 else torch.float32
     return experts(x_TH, weights_TK.to(wide), routed, Plan(module, schedule, options), shared, shared_scale_T), schedule
 

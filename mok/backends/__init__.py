@@ -21,10 +21,11 @@ __all__ = ["AUTO", "BACKENDS", "choose"]
 BACKENDS = {
     "reference": "mok.backends.reference",
     "torch": "mok.backends.torch",
+    "mega": "mok.backends.mega",
 }
 """Name -> module."""
 
-AUTO = ("torch",)
+AUTO = ("mega", "torch")
 """What `auto` tries, best first; the last runs everywhere."""
 
 
@@ -47,7 +48,8 @@ def choose(name: str, shape: LayerShape, dtype: torch.dtype, device: torch.devic
         backend = import_module(BACKENDS[candidate])
         reasons = backend.why_not(shape, dtype, device)
         if not reasons:
-            notice = f"moe.backend = auto takes {candidate}: {' | '.join(refused)}" if refused else None
-            return backend, notice
+            # On a CPU nothing better is to be had, so there is nothing to say.
+            notice = f"moe.backend = auto takes {candidate}: {' | '.join(refused)}"
+            return backend, notice if refused and device.type == "cuda" else None
         refused.append(f"{candidate} cannot run ({'; '.join(reasons)})")
     raise UsageError(f"moe.backend = auto: {' | '.join(refused)}")

@@ -6,6 +6,10 @@ Owns the types that pass between `mok.autograd` and a backend, and nothing that 
     forward(x_TH, weights_TK, schedule, experts, options, shared_scale_T) -> (y_TH, saved)
     backward(dy_TH, saved, grads) -> InputGrads; grads is None where the expert weights are frozen
 
+and, if its kernels read a plan of their own on the device instead of a `Schedule`,
+
+    build_schedule(expert_ids_TK, shape, grid, options) -> what it gets as `schedule`, with `grid` and `counts_CE`
+
 `saved` is a dataclass whose tensors are fields of it; whoever calls keeps them from being changed in between. Where the expert
 weights live on several ranks, rows travel through `options.transport`. Read next: `mok/backends/torch.py`.
 """

@@ -1,0 +1,274 @@
+"""The two consumer warpgroups: each multiplies one 64-row half of every tile and finishes it.
+
+Owns the products and the epilogues, one function for each kind of tile. Finished pieces go to the store warp
+(`mok/kernels/storer.py`); nothing here writes memory but the partial sums of the router weights' gradient.
+"""
+
+# Annotations are evaluated here: device-side records check their fields against them.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from mok.kernels.gluon_compat import barrier
+from mok.kernels.mover import combine_rest
+from mok.kernels.ring import ACCUMULATOR, GRADIENT_PIECE, HALF_M, PIECE_N, TILE, Cursor, is_skipped, sigmoid
+from mok.kernels.tasks import DH, DX, FIELDS, GATE_UP, HALF, KIND, ROW, STEPS, TILE_C, TILE_M, TILE_N, N
+
+
+@gluon.jit
+def halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Left and right half of the columns; registers only."""
+    return x.reshape([ROWS, 2, COLUMNS // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def beside(left, right, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """The inverse of `halves`: [ROWS, COLUMNS] from two [ROWS, COLUMNS / 2]."""
+    return gl.join(left, right).permute([0, 2, 1]).reshape([ROWS, COLUMNS])
+
+
+@gluon.jit
+def quarters(accumulator):
+    left, right = halves(accumulator, HALF_M, TILE_N)
+    q0, q1 = halves(left, HALF_M, TILE_N // 2)
+    q2, q3 = halves(right, HALF_M, TILE_N // 2)
+    return q0, q1, q2, q3
+
+
+@gluon.jit
+def multiply_stage(ring, at, accumulator, A_BY_COLUMNS: gl.constexpr, B_BY_ROWS: gl.constexpr, WG: gl.constexpr):
+    """Start one stage's products, 16 contraction elements at a time in order, on top of `accumulator` [HALF_M, TILE_N] fp32."""
+    mbarrier.wait(ring.full.index(at.slot), at.phase)
+    a = ring.a.index(at.slot)
+    b = ring.b.index(at.slot)
+    if A_BY_COLUMNS:
+        a = a._reinterpret(gl.bfloat16, [TILE_C, TILE_M], TILE).slice(WG * HALF_M, HALF_M, dim=1).permute((1, 0))
+    else:
+        a = a.slice(WG * HALF_M, HALF_M, dim=0)
+    if not B_BY_ROWS:
+        b = b.permute((1, 0))
+    return warpgroup_mma(a, b, accumulator, is_async=True)
+
+
+@gluon.jit
+def multiply(ring, at, accumulator, steps, A_BY_COLUMNS: gl.constexpr, B_BY_ROWS: gl.constexpr, WG: gl.constexpr):
+    """Continue the chain `accumulator` by `steps` stages, one of them in flight while the next is awaited."""
+    for k in range(steps):
+        accumulator = multiply_stage(ring, at, accumulator, A_BY_COLUMNS, B_BY_ROWS, WG)
+        accumulator = warpgroup_mma_wait(1, (accumulator,))
+        # All but the newest product are done: the stage before this one may be filled again.
+        mbarrier.arrive(ring.empty.index(at.previous_slot()), count=1, pred=k > 0)
+        at = at.next()
+    accumulator = warpgroup_mma_wait(0, (accumulator,))
+    mbarrier.arrive(ring.empty.index(at.previous_slot()), count=1, pred=steps > 0)
+    return accumulator, at
+
+
+@gluon.jit
+def pass_over(ring, at, stages):
+    """Release stages unread: a half tile has no rows for the second consumer."""
+    for _ in range(stages):
+        mbarrier.wait(ring.full.index(at.slot), at.phase)
+        mbarrier.arrive(ring.empty.index(at.slot), count=1)
+        at = at.next()
+    return at
+
+
+@gluon.jit
+def put(piece, pieces, at):
+    """Hand a bf16 piece to the store warp."""
+    mbarrier.wait(pieces.empty.index(at.slot), at.phase ^ 1)
+    pieces.data.index(at.slot).store(piece.to(gl.bfloat16))
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(pieces.full.index(at.slot), count=1)
+    return at.next()
+
+
+@gluon.jit
+def put_gradient(piece, pieces, at):
+    """Hand an fp32 piece [HALF_M, PIECE_N / 2] to the store warp."""
+    mbarrier.wait(pieces.empty.index(at.slot), at.phase ^ 1)
+    pieces.data.index(at.slot)._reinterpret(gl.float32, [HALF_M, PIECE_N // 2], GRADIENT_PIECE).store(piece)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(pieces.full.index(at.slot), count=1)
+    return at.next()
+
+
+@gluon.jit
+def limited(gate, up, CLAMP: gl.constexpr):
+    """gate at most CLAMP, up within +-CLAMP; NaN stays NaN."""
+    if CLAMP > 0:
+        gate = gl.where(gate > CLAMP, CLAMP, gate)
+        up = gl.where(up > CLAMP, CLAMP, gl.where(up < -CLAMP, -CLAMP, up))
+    return gate, up
+
+
+@gluon.jit
+def finish_gate_up(accumulator, pieces, at, KEEP: gl.constexpr, CLAMP: gl.constexpr):
+    """h = silu(gate) * up from pre-activations rounded to bf16, so that the backward recomputes exactly this h.
+
+    Pieces in order: h (2), then, if they are kept for the backward, gate (2) and up (2).
+    """
+    q = quarters(accumulator)
+    for j in gl.static_range(2):
+        gate, up = limited(q[j].to(gl.bfloat16).to(gl.float32), q[j + 2].to(gl.bfloat16).to(gl.float32), CLAMP)
+        at = put((gate * sigmoid(gate)) * up, pieces, at)
+    if KEEP:
+        for j in gl.static_range(4):
+            at = put(q[j], pieces, at)
+    return at
+
+
+@gluon.jit
+def finish_rows(accumulator, pieces, at):
+    """Round once; four pieces from left to right."""
+    q = quarters(accumulator)
+    for j in gl.static_range(4):
+        at = put(q[j], pieces, at)
+    return at
+
+
+@gluon.jit
+def finish_dh(
+    accumulator,
+    ring,
+    ring_at,
+    pieces,
+    at,
+    moves,
+    partial,
+    row,
+    column,
+    NUM_BLOCKS: gl.constexpr,
+    CLAMP: gl.constexpr,
+    WG: gl.constexpr,
+):
+    """SwiGLU backward of a dH tile; the router weight w of each row enters here, once, in fp32.
+
+    Per 64 columns three pieces: h * w, d(gate), d(up). Per 128 columns one partial sum of dH * h (dH without w, h as stored),
+    from which the router weight's gradient is chained.
+    """
+    q = quarters(accumulator)
+    layout: gl.constexpr = q[0].type.layout
+    rows = row + WG * HALF_M + gl.arange(0, HALF_M, gl.SliceLayout(1, layout))
+    route = gl.load(moves.route_of_row + rows)
+    weight = gl.load(moves.weights + route, mask=route >= 0, other=0.0)
+    total = gl.zeros([HALF_M], gl.float32, gl.SliceLayout(1, layout))
+    for j in gl.static_range(4):
+        mbarrier.wait(ring.full.index(ring_at.slot), ring_at.phase)
+        b = ring.b.index(ring_at.slot)._reinterpret(gl.bfloat16, [2, TILE_M, PIECE_N], TILE)
+        raw_gate = b.index(0).slice(WG * HALF_M, HALF_M, dim=0).load(layout).to(gl.float32)
+        raw_up = b.index(1).slice(WG * HALF_M, HALF_M, dim=0).load(layout).to(gl.float32)
+        fence_async_shared()
+        mbarrier.arrive(ring.empty.index(ring_at.slot), count=1)
+        ring_at = ring_at.next()
+        gate, up = limited(raw_gate, raw_up, CLAMP)
+        s = sigmoid(gate)
+        silu = gate * s
+        h = (silu * up).to(gl.bfloat16).to(gl.float32)
+        slope = up * (s + silu * (1.0 - s))  # dh / dgate; dh / dup is silu
+        if CLAMP > 0:
+            slope = gl.where(raw_gate > CLAMP, 0.0, slope)
+            silu = gl.where((raw_up > CLAMP) | (raw_up < -CLAMP), 0.0, silu)
+        total += gl.sum(q[j] * h, axis=1)
+        if j % 2 == 1:
+            block = column // 128 + j // 2
+            gl.store(partial + rows.to(gl.int64) * NUM_BLOCKS + block, total, mask=block < NUM_BLOCKS)
+            total = gl.zeros([HALF_M], gl.float32, gl.SliceLayout(1, layout))
+        # Each piece leaves before the next is computed: registers hold no more than one at a time.
+        at = put(h * weight[:, None], pieces, at)
+        d = q[j] * weight[:, None]
+        at = put(d * slope, pieces, at)
+        at = put(d * silu, pieces, at)
+    return ring_at, at
+
+
+@gluon.jit
+def take_gradient(accumulator, ring, at, WG: gl.constexpr):
+    """The accumulator as the last call left it in the main gradient; the argument gives its layout only."""
+    eighth, _ = halves(quarters(accumulator)[0], HALF_M, PIECE_N)
+    layout: gl.constexpr = eighth.type.layout
+    e = ()
+    for _ in gl.static_range(4):
+        mbarrier.wait(ring.full.index(at.slot), at.phase)
+        b = ring.b.index(at.slot)._reinterpret(gl.float32, [4, HALF_M, PIECE_N // 2], GRADIENT_PIECE)
+        e = e + (beside(b.index(WG).load(layout), b.index(2 + WG).load(layout), HALF_M, PIECE_N),)  # noqa: RUF005
+        fence_async_shared()
+        mbarrier.arrive(ring.empty.index(at.slot), count=1)
+        at = at.next()
+    left = beside(e[0], e[1], HALF_M, TILE_N // 2)
+    right = beside(e[2], e[3], HALF_M, TILE_N // 2)
+    return gl.convert_layout(beside(left, right, HALF_M, TILE_N), ACCUMULATOR, assert_trivial=True), at
+
+
+@gluon.jit
+def finish_gradient(accumulator, pieces, at):
+    q = quarters(accumulator)
+    for j in gl.static_range(4):
+        left, right = halves(q[j], HALF_M, PIECE_N)
+        at = put_gradient(left, pieces, at)
+        at = put_gradient(right, pieces, at)
+    return at
+
+
+@gluon.jit
+def consume(
+    job,
+    ring,
+    pieces,
+    moves,
+    rows,
+    token_order,
+    total_target,
+    partial,
+    started,
+    NUM_BLOCKS: gl.constexpr,
+    KEEP: gl.constexpr,
+    CLAMP: gl.constexpr,
+    BACKWARD: gl.constexpr,
+    LAST: gl.constexpr,
+    WG: gl.constexpr,
+):
+    ring_at = Cursor(gl.to_tensor(0), gl.to_tensor(0), ring.size)
+    at = Cursor(gl.to_tensor(0), gl.to_tensor(0), pieces.size)
+    for i in range(gl.program_id(0), job.num_tasks, gl.num_programs(0)):
+        task = job.tasks + i * FIELDS
+        kind = gl.load(task + KIND)
+        steps = gl.load(task + STEPS)
+        row = gl.load(task + ROW)
+        column = gl.load(task + N)
+        if is_skipped(kind, steps, started, LAST):
+            pass
+        elif (WG == 1) & (gl.load(task + HALF) != 0):
+            ring_at = pass_over(ring, ring_at, steps + gl.where(kind == DH, 4, 0))
+        else:
+            accumulator = gl.zeros([HALF_M, TILE_N], gl.float32, ACCUMULATOR)
+            if not BACKWARD:
+                accumulator, ring_at = multiply(ring, ring_at, accumulator, steps, False, False, WG)
+                if kind == GATE_UP:
+                    at = finish_gate_up(accumulator, pieces, at, KEEP, CLAMP)
+                else:
+                    at = finish_rows(accumulator, pieces, at)
+            elif kind <= DX:
+                accumulator, ring_at = multiply(ring, ring_at, accumulator, steps, False, True, WG)
+                if kind == DH:
+                    ring_at, at = finish_dh(
+                        accumulator, ring, ring_at, pieces, at, moves, partial, row, column, NUM_BLOCKS, CLAMP, WG
+                    )
+                else:
+                    at = finish_rows(accumulator, pieces, at)
+            else:
+                if (started != 0) & (steps > 0):
+                    accumulator, ring_at = take_gradient(accumulator, ring, ring_at, WG)
+                    # The first stage apart: ptxas serializes a loop of wgmma whose accumulator comes from loads (C7515).
+                    accumulator = multiply_stage(ring, ring_at, accumulator, True, True, WG)
+                    accumulator = warpgroup_mma_wait(0, (accumulator,))
+                    mbarrier.arrive(ring.empty.index(ring_at.slot), count=1)
+                    ring_at = ring_at.next()
+                    steps -= 1
+                accumulator, ring_at = multiply(ring, ring_at, accumulator, steps, True, True, WG)
+                at = finish_gradient(accumulator, pieces, at)
+    if not BACKWARD:  # there the movers have the time of all DW tiles for it
+        combine_rest(job, moves, rows, token_order, total_target, WG)

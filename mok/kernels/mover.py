@@ -1,0 +1,239 @@
+"""The mover warp: dispatch copies token rows into expert order, combine sums the rows of a token in slot order.
+
+Owns rule 4 of docs/numerics.md: products and sums rounded apart, in fp32, slots in order, one rounding at the end. The last
+tokens are left to the consumers, whose warps are free when their tiles are done (`combine_rest`).
+Read next: `mok/kernels/mega.py`.
+"""
+
+# Annotations are evaluated here: device-side records check their fields against them.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from mok.kernels.gluon_compat import barrier, record, tma_load, tma_store
+from mok.kernels.ring import (
+    MOVER_SLOT_ELEMENTS,
+    MOVER_SLOTS,
+    PLAIN_ROWS,
+    Cursor,
+    fence_async_global,
+    signal,
+    stores_complete,
+    wait_for,
+)
+from mok.kernels.tasks import ROW_BLOCK
+
+
+@record
+class Moves:
+    """The mover's tables and slots. One row of H columns travels as `pieces` boxes of [box_parts, part] elements."""
+
+    slots: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    route_of_row: gl.tensor
+    row_of_route: gl.tensor
+    weights: gl.tensor
+    shared: gl.tensor
+    out: gl.tensor
+    num_tokens: gl.tensor
+    mover_tokens: gl.tensor
+    top_k: gl.constexpr
+    parts: gl.constexpr
+    part: gl.constexpr
+    box_parts: gl.constexpr
+    has_shared: gl.constexpr
+
+
+@record
+class Groups:
+    """Forward only: tokens in the order in which their last group of tiles completes."""
+
+    token: gl.tensor
+    group: gl.tensor
+    target: gl.tensor
+    counter: gl.tensor
+
+
+@gluon.jit
+def fetch_rows(source, moves, unit, slot, boxes, ROWS: gl.constexpr, PIECES: gl.constexpr):
+    """Start the copies of one unit into a slot. A padding row has no route: its box lies outside and arrives as zeros."""
+    mbarrier.expect(moves.full.index(slot), ROWS * moves.box_parts * moves.part * 2)
+    for r in gl.static_range(ROWS):
+        route = gl.load(moves.route_of_row + (unit // PIECES) * ROWS + r)
+        token = gl.where(route >= 0, route // moves.top_k, -1)
+        tma_load(source, [token, (unit % PIECES) * moves.box_parts, 0], moves.full.index(slot), boxes.index(slot * ROWS + r))
+
+
+@gluon.jit
+def dispatch(job, source, destination, moves, at, counter_of_unit, expert_of_block, BY_EXPERT: gl.constexpr):
+    """Copy token rows into expert order, in units of ROWS rows x one of PIECES boxes, two units in flight.
+
+    Each unit adds 1 to the counter of its 64-row block, or of its expert.
+    """
+    BOX: gl.constexpr = moves.box_parts * moves.part
+    ROWS: gl.constexpr = MOVER_SLOT_ELEMENTS // BOX if MOVER_SLOT_ELEMENTS // BOX < 8 else 8
+    PIECES: gl.constexpr = (moves.parts + moves.box_parts - 1) // moves.box_parts
+    boxes = moves.slots._reinterpret(gl.bfloat16, [MOVER_SLOTS * ROWS, 1, moves.box_parts, moves.part], PLAIN_ROWS)
+    units = job.num_rows // ROWS * PIECES
+    first = gl.program_id(0)
+    if first < units:
+        fetch_rows(source, moves, first, at.slot, boxes, ROWS, PIECES)
+    for unit in range(first, units, gl.num_programs(0)):
+        mbarrier.wait(moves.full.index(at.slot), at.phase)
+        for r in gl.static_range(ROWS):
+            tma_store(
+                destination,
+                [(unit // PIECES) * ROWS + r, (unit % PIECES) * moves.box_parts, 0],
+                boxes.index(at.slot * ROWS + r),
+            )
+        ahead = unit + gl.num_programs(0)
+        after = at.next()
+        if ahead < units:
+            # The other slot's stores were waited for below, one unit ago.
+            fetch_rows(source, moves, ahead, after.slot, boxes, ROWS, PIECES)
+        block = (unit // PIECES) * ROWS // ROW_BLOCK
+        stores_complete(unit)
+        barrier()
+        if BY_EXPERT:
+            signal(job.counters + counter_of_unit + gl.load(expert_of_block + block))
+        else:
+            signal(job.counters + counter_of_unit + block)
+        at = after
+    return at
+
+
+@gluon.jit
+def fetch_slots(rows, moves, unit, token, slot, boxes, SLOTS: gl.constexpr, ROUNDS: gl.constexpr, BOX_PARTS: gl.constexpr):
+    """Start the copies of SLOTS rows of one token, one column chunk; a masked or missing route arrives as zeros."""
+    mbarrier.expect(moves.full.index(slot), SLOTS * BOX_PARTS * moves.part * 2)
+    chunk = unit // ROUNDS
+    for k in gl.static_range(SLOTS):
+        index = (unit % ROUNDS) * SLOTS + k
+        row = gl.load(moves.row_of_route + token * moves.top_k + index, mask=index < moves.top_k, other=-1)
+        tma_load(rows, [row, chunk * BOX_PARTS, 0], moves.full.index(slot), boxes.index(slot * SLOTS + k))
+
+
+@gluon.jit
+def groups_up_to(job, groups, done, index):
+    """Wait for every group up to the one that completes token `index` of the sorted order; `done` is the next group."""
+    last = gl.load(groups.group + index)
+    value = gl.to_tensor(0)
+    while done <= last:
+        value = wait_for(job.counters + groups.counter + done, gl.load(groups.target + done), job.status, True)
+        done += 1
+    fence_async_global(value)
+    return done
+
+
+@gluon.jit
+def combine(job, rows, moves, groups, at, total_target, WEIGHTED: gl.constexpr):
+    """Sum rows of y_rows (weighted) or dx_rows for this program's share of the first `mover_tokens` tokens.
+
+    out[t, :] = rn_bf16(chain over k of rn(w[t, k] * rows[row_of_route[t, k], :]), then the shared experts' row), fp32.
+    A unit is (token, chunk of columns, round of SLOTS routes); the accumulator lives through the rounds of a chunk.
+    """
+    SLOTS: gl.constexpr = 8 if moves.top_k > 4 else (4 if moves.top_k > 2 else 2)
+    ROUNDS: gl.constexpr = (moves.top_k + SLOTS - 1) // SLOTS
+    BOX_PARTS: gl.constexpr = MOVER_SLOT_ELEMENTS // SLOTS // moves.part
+    CHUNKS: gl.constexpr = (moves.parts + BOX_PARTS - 1) // BOX_PARTS
+    LANES: gl.constexpr = 32 if moves.part >= 256 else moves.part // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // LANES, LANES], [1, 1, 1], [2, 1, 0])
+    part = gl.arange(0, BOX_PARTS, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    lane = gl.arange(0, moves.part, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    boxes = moves.slots._reinterpret(gl.bfloat16, [MOVER_SLOTS * SLOTS, 1, BOX_PARTS, moves.part], PLAIN_ROWS)
+    first = gl.program_id(0)
+    stride = gl.num_programs(0)
+    units = gl.to_tensor(0)
+    done = gl.to_tensor(0)
+    if first < moves.mover_tokens:
+        units = ((moves.mover_tokens - 1 - first) // stride + 1) * (CHUNKS * ROUNDS)
+        if WEIGHTED:
+            done = groups_up_to(job, groups, done, first)
+            token = gl.load(groups.token + first)
+        else:
+            fence_async_global(wait_for(job.counters, total_target, job.status, True))
+            token = first
+        fetch_slots(rows, moves, 0, token, at.slot, boxes, SLOTS, ROUNDS, BOX_PARTS)
+    accumulator = gl.zeros([1, BOX_PARTS, moves.part], gl.float32, layout)
+    for i in range(units):
+        index = first + (i // (CHUNKS * ROUNDS)) * stride
+        unit = i % (CHUNKS * ROUNDS)
+        after = at.next()
+        if i + 1 < units:
+            index_ahead = first + ((i + 1) // (CHUNKS * ROUNDS)) * stride
+            if WEIGHTED:
+                done = groups_up_to(job, groups, done, index_ahead)
+                token_ahead = gl.load(groups.token + index_ahead)
+            else:
+                token_ahead = index_ahead
+            fetch_slots(rows, moves, (i + 1) % (CHUNKS * ROUNDS), token_ahead, after.slot, boxes, SLOTS, ROUNDS, BOX_PARTS)
+        if WEIGHTED:
+            token = gl.load(groups.token + index)
+        else:
+            token = index
+        parts = (unit // ROUNDS) * BOX_PARTS + part
+        here = token.to(gl.int64) * (moves.parts * moves.part) + parts * moves.part + lane
+        mbarrier.wait(moves.full.index(at.slot), at.phase)
+        if unit % ROUNDS == 0:
+            accumulator = gl.zeros([1, BOX_PARTS, moves.part], gl.float32, layout)
+        for k in gl.static_range(SLOTS):
+            value = boxes.index(at.slot * SLOTS + k).load(layout).to(gl.float32)
+            if WEIGHTED:
+                slot = (unit % ROUNDS) * SLOTS + k
+                value = value * route_weight(moves, token, slot)
+            accumulator = accumulator + value
+        if unit % ROUNDS == ROUNDS - 1:
+            if moves.has_shared:
+                value = gl.load(moves.shared + here, mask=parts < moves.parts, other=0.0).to(gl.float32)
+                accumulator = accumulator + value
+            gl.store(moves.out + here, accumulator.to(gl.bfloat16), mask=parts < moves.parts)
+        barrier()  # all lanes have read the slot before the next copy into it starts
+        at = after
+
+
+@gluon.jit
+def route_weight(moves, token, slot):
+    """The router weight of (token, slot), +0 for a masked or missing route whatever is stored there."""
+    route = token * moves.top_k + slot
+    row = gl.load(moves.row_of_route + route, mask=slot < moves.top_k, other=-1)
+    return gl.load(moves.weights + route, mask=row >= 0, other=0.0)
+
+
+@gluon.jit
+def combine_rest(job, moves, rows, token_order, total_target, WG: gl.constexpr):
+    """The tokens that the movers leave, by the eight consumer warps when their tiles are done. The same sums as `combine`."""
+    COLUMNS: gl.constexpr = 1024
+    H: gl.constexpr = moves.parts * moves.part
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    columns = gl.arange(0, COLUMNS, layout)
+    begin = moves.mover_tokens + gl.program_id(0) * 2 + WG
+    if begin < moves.num_tokens:
+        wait_for(job.counters, total_target, job.status, True)
+    for index in range(begin, moves.num_tokens, gl.num_programs(0) * 2):
+        token = gl.load(token_order + index)
+        for chunk in range((H + COLUMNS - 1) // COLUMNS):
+            at = chunk * COLUMNS + columns
+            accumulator = gl.zeros([COLUMNS], gl.float32, layout)
+            for k in range(moves.top_k):
+                row = gl.load(moves.row_of_route + token * moves.top_k + k)
+                value = gl.load(rows + row.to(gl.int64) * H + at, mask=(row >= 0) & (at < H), other=0.0).to(gl.float32)
+                accumulator = accumulator + value * route_weight(moves, token, k)
+            here = token.to(gl.int64) * H + at
+            if moves.has_shared:
+                accumulator = accumulator + gl.load(moves.shared + here, mask=at < H, other=0.0).to(gl.float32)
+            gl.store(moves.out + here, accumulator.to(gl.bfloat16), mask=at < H)
+
+
+@gluon.jit
+def move_forward(job, x, x_rows, y_rows, moves, groups, total_target):
+    at = Cursor(gl.to_tensor(0), gl.to_tensor(0), MOVER_SLOTS)
+    at = dispatch(job, x, x_rows, moves, at, 1, moves.route_of_row, False)
+    combine(job, y_rows, moves, groups, at, total_target, True)
+
+
+@gluon.jit
+def move_backward(job, dy, dy_rows, x, x_rows, dx_rows, moves, groups, expert_of_block, x_counter, total_target):
+    at = Cursor(gl.to_tensor(0), gl.to_tensor(0), MOVER_SLOTS)
+    at = dispatch(job, dy, dy_rows, moves, at, 1, expert_of_block, False)
+    at = dispatch(job, x, x_rows, moves, at, x_counter, expert_of_block, True)
+    combine(job, dx_rows, moves, groups, at, total_target, False)

@@ -1,0 +1,94 @@
+"""The store warps, one for each consumer: send finished pieces to memory, then signal the task's counters.
+
+Owns where each piece of each kind of tile goes. Consumers never wait for a store, only for a free slot.
+Read next: `mok/kernels/mover.py`.
+"""
+
+# Annotations are evaluated here: device-side records check their fields against them.
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from mok.kernels.gluon_compat import barrier, tma_store, tma_store_wait
+from mok.kernels.ring import GRADIENT_TILE, HALF_M, PIECE_N, Cursor, is_skipped, signal, stores_complete
+from mok.kernels.tasks import DH, DW_GATE_UP, DX, EXPERT, FIELDS, GATE_UP, HALF, KIND, PART, ROW, SIGNAL0, SIGNAL1, STEPS, M, N
+
+
+@gluon.jit
+def send(destination, row, column, pieces, at, first):
+    """Store one bf16 piece; when the store before it has left shared memory, hand its slot back."""
+    mbarrier.wait(pieces.full.index(at.slot), at.phase)
+    tma_store(destination, [row, column], pieces.data.index(at.slot))
+    tma_store_wait(1)
+    mbarrier.arrive(pieces.empty.index(at.previous_slot()), count=1, pred=not first)
+    return at.next()
+
+
+@gluon.jit
+def send_gradient(gradient, expert, m, column, pieces, at):
+    for q in range(8):
+        mbarrier.wait(pieces.full.index(at.slot), at.phase)
+        piece = pieces.data.index(at.slot)._reinterpret(gl.float32, [1, HALF_M, PIECE_N // 2], GRADIENT_TILE)
+        tma_store(gradient, [expert, m, column + q * (PIECE_N // 2)], piece)
+        tma_store_wait(1)
+        mbarrier.arrive(pieces.empty.index(at.previous_slot()), count=1, pred=q > 0)
+        at = at.next()
+    return at
+
+
+@gluon.jit
+def send_rows(destination, row, column, pieces, at):
+    for q in range(4):
+        at = send(destination, row, column + q * PIECE_N, pieces, at, q == 0)
+    return at
+
+
+@gluon.jit
+def store(job, stores, pieces, started, BACKWARD: gl.constexpr, LAST: gl.constexpr, WG: gl.constexpr):
+    at = Cursor(gl.to_tensor(0), gl.to_tensor(0), pieces.size)
+    for i in range(gl.program_id(0), job.num_tasks, gl.num_programs(0)):
+        task = job.tasks + i * FIELDS
+        kind = gl.load(task + KIND)
+        row = gl.load(task + ROW) + WG * HALF_M
+        column = gl.load(task + N)
+        steps = gl.load(task + STEPS)
+        none = (WG == 1) & (gl.load(task + HALF) != 0)
+        if not (none | is_skipped(kind, steps, started, LAST)):
+            if not BACKWARD:
+                if kind == GATE_UP:
+                    for q in gl.static_range(2):
+                        at = send(stores.h_rows, row, column + q * PIECE_N, pieces, at, q == 0)
+                    if stores.keep:
+                        for q in gl.static_range(2):
+                            at = send(stores.gate_rows, row, column + q * PIECE_N, pieces, at, False)
+                        for q in gl.static_range(2):
+                            at = send(stores.up_rows, row, column + q * PIECE_N, pieces, at, False)
+                else:
+                    at = send_rows(stores.y_rows, row, column, pieces, at)
+            elif kind == DH:
+                for q in range(4):
+                    at = send(stores.wh_rows, row, column + q * PIECE_N, pieces, at, q == 0)
+                    at = send(stores.dgate_rows, row, column + q * PIECE_N, pieces, at, False)
+                    at = send(stores.dup_rows, row, column + q * PIECE_N, pieces, at, False)
+            elif kind == DX:
+                at = send_rows(stores.dx_rows, row, column, pieces, at)
+            else:
+                expert = gl.load(task + EXPERT)
+                m = gl.load(task + M) + WG * HALF_M
+                if kind == DW_GATE_UP:
+                    if gl.load(task + PART) == 0:
+                        at = send_gradient(stores.gradients[0], expert, m, column, pieces, at)
+                    else:
+                        at = send_gradient(stores.gradients[1], expert, m, column, pieces, at)
+                else:
+                    at = send_gradient(stores.gradients[2], expert, m, column, pieces, at)
+            tma_store_wait(0)
+            mbarrier.arrive(pieces.empty.index(at.previous_slot()), count=1)
+            signal0 = gl.load(task + SIGNAL0)
+            signal1 = gl.load(task + SIGNAL1)
+            stores_complete(i)
+            barrier()
+            if signal0 >= 0:
+                signal(job.counters + signal0)
+            if signal1 >= 0:
+                signal(job.counters + signal1)

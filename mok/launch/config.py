@@ -1,0 +1,141 @@
+"""Which settings the megakernel runs with, and why it cannot run: pure functions of shape and device.
+
+Owns the knobs (none of which changes a bit of any result), the requirements, and the choice of knobs from the measured tables
+in `mok/launch/tables/`. Looks at no tensor and asks no driver: the device is described by `DeviceFacts`.
+Read next: `mok/launch/mega.py`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mok.launch.plan import TaskOrder
+from mok.shapes import LayerShape
+
+__all__ = ["DeviceFacts", "KernelConfig", "choose_config", "device_facts", "why_not"]
+
+TABLES = Path(__file__).parent / "tables"
+TILE_BYTES = {"stage": (128 + 256) * 64 * 2, "piece": 64 * 64 * 2, "slot": 4096 * 2}
+SHARED_OVERHEAD_BYTES = 1024
+"""Barriers of the rings and what the compiler passes between roles, rounded up; the compiled kernels use 640 to 712."""
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Knobs of one layer's launches.
+
+    forward_order, backward_order: the order of the tiles, see `TaskOrder`.
+    mover_share: part of the tokens that the mover warps combine while tiles still run; the rest is summed at the end.
+    stages: operand stages of 48 KiB in the ring.
+    pieces: store pieces of 8 KiB of each consumer.
+    programs: persistent programs; 0 for one per multiprocessor.
+    """
+
+    forward_order: TaskOrder = field(default_factory=TaskOrder)
+    backward_order: TaskOrder = field(default_factory=TaskOrder)
+    mover_share: float = 0.5
+    stages: int = 3
+    pieces: int = 4
+    programs: int = 0
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of one program."""
+        rings = self.stages * TILE_BYTES["stage"] + 2 * self.pieces * TILE_BYTES["piece"] + 2 * TILE_BYTES["slot"]
+        return rings + SHARED_OVERHEAD_BYTES
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What decides: compute capability, multiprocessors, shared memory one program may have."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_bytes: int
+
+
+def device_facts(device: torch.device) -> DeviceFacts | None:
+    """The facts of a CUDA device; None for any other."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceFacts(
+        properties.name,
+        (properties.major, properties.minor),
+        properties.multi_processor_count,
+        properties.shared_memory_per_block_optin,
+    )
+
+
+def why_not(config: KernelConfig, shape: LayerShape, device: DeviceFacts | None) -> list[str]:
+    """Why the megakernel cannot run with `config` on `device`, each reason with its remedy; empty if it can."""
+    reasons = []
+    if device is None:
+        return ["needs a CUDA device; use moe.backend = torch"]
+    if device.capability != (9, 0):
+        found = "sm_{}{}".format(*device.capability)
+        reasons.append(f"runs on sm_90 (H100, H200), this is {found}: use moe.backend = staged")
+    if device.shared_bytes < config.shared_bytes:
+        reasons.append(
+            f"needs {config.shared_bytes} bytes of shared memory a program, {device.name} has {device.shared_bytes}: "
+            "use fewer stages or pieces, or moe.backend = staged"
+        )
+    if config.programs > device.multiprocessors:
+        reasons.append(
+            f"{config.programs} programs must run at once and {device.name} has {device.multiprocessors} multiprocessors: "
+            "use 0 for as many as fit"
+        )
+    for name, value in (("stages", config.stages), ("pieces", config.pieces)):
+        if value < 2:
+            reasons.append(f"{name} = {value}: must be at least 2")
+    if not 0 <= config.mover_share <= 1:
+        reasons.append(f"mover_share = {config.mover_share}: must be from 0 to 1")
+    for name in ("hidden_size", "intermediate_size"):
+        value = getattr(shape, name)
+        if value % 16:
+            reasons.append(f"{name} = {value}: must be a multiple of 16; pad the weights, or use moe.backend = torch")
+    if shape.num_experts > 512:
+        reasons.append(f"num_experts = {shape.num_experts}: at most 512 are planned for; use moe.backend = torch")
+    if shape.ranks > 1:
+        reasons.append(f"expert parallelism over {shape.ranks} ranks is not built into it: use moe.backend = torch")
+    return reasons
+
+
+def choose_config(shape: LayerShape, device: DeviceFacts) -> KernelConfig:
+    """The measured settings of the table row nearest to `shape`, with as many stages and pieces as fit on `device`.
+
+    Nearest by the logarithms of H and I, then by experts: settings trade cache traffic of tiles of these sides.
+    """
+    rows = _rows(_table_of(device))
+    best = min(rows, key=lambda row: (_distance(shape, row["hidden_size"], row["intermediate_size"]), row["name"]))
+    config = KernelConfig(TaskOrder(**best["forward"]), TaskOrder(**best["backward"]), best["mover_share"])
+    while config.shared_bytes > device.shared_bytes and config.pieces > 2:
+        config = replace(config, pieces=config.pieces - 1)
+    while config.shared_bytes > device.shared_bytes and config.stages > 2:
+        config = replace(config, stages=config.stages - 1)
+    return config
+
+
+def _distance(shape: LayerShape, hidden_size: int, intermediate_size: int) -> float:
+    """How many times H and I differ, together: a ratio of 2 either way counts alike."""
+    ratio_h = max(shape.hidden_size, hidden_size) / min(shape.hidden_size, hidden_size)
+    ratio_i = max(shape.intermediate_size, intermediate_size) / min(shape.intermediate_size, intermediate_size)
+    return ratio_h * ratio_i
+
+
+def _table_of(device: DeviceFacts) -> str:
+    """The table measured on this model of card, else the one of its generation."""
+    named = device.name.lower().replace("nvidia ", "").split()[0] if device.name else ""
+    return named if (TABLES / f"{named}.toml").exists() else "h200"
+
+
+@cache
+def _rows(table: str) -> list[dict[str, Any]]:
+    return tomllib.loads((TABLES / f"{table}.toml").read_text())["shape"]

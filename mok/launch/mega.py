@@ -1,0 +1,314 @@
+"""Launches of the megakernel: descriptors, tables and shapes from tensors, and nothing about autograd.
+
+Owns how tensors become arguments of `mok.kernels.mega`, and the row buffers that live only as long as a launch. Knows nothing
+of routers, modules or owners of gradients. Read next: `mok/backends/mega.py` above it, `mok/launch/config.py` for its knobs.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from mok.kernels import mega, ring, tasks
+from mok.kernels.rows import sum_partials
+from mok.launch.config import KernelConfig
+from mok.launch.plan import DevicePlan
+from mok.launch.status import status_word
+
+__all__ = ["Gradients", "RowBox", "Weights", "backward", "forward", "recompute", "row_box"]
+
+PARTIAL_COLUMNS = 128
+"""Columns of one partial sum of the router weights' gradient (docs/numerics.md, rule 6)."""
+
+
+class Weights(NamedTuple):
+    """gate, up [L, I, H], down [L, H, I]: bf16, rows contiguous, other strides multiples of 8 elements."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+class Gradients(NamedTuple):
+    """fp32 main gradients shaped like `Weights`, and whether they hold a chain to continue (else every element is written)."""
+
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    started: bool
+
+
+class Tables(NamedTuple):
+    """What the planner left on the device, the router weights, and this launch's counters and status word."""
+
+    tasks: Tensor
+    sizes: Tensor
+    counters: Tensor
+    status: Tensor
+    route_of_row: Tensor
+    row_of_route: Tensor
+    weights: Tensor
+    expert_of_block: Tensor
+    combine_token: Tensor
+    combine_group: Tensor
+    group_target: Tensor
+
+
+class RowBox(NamedTuple):
+    """How the mover carries one row of H elements: `pieces` boxes of [box_parts, part] elements, `rows` rows a unit."""
+
+    part: int
+    parts: int
+    box_parts: int
+    pieces: int
+    rows: int
+
+    @property
+    def units_per_block(self) -> int:
+        """Signals that the mover gives for each block of 64 rows."""
+        return tasks.ROW_BLOCK.value // self.rows * self.pieces
+
+
+def row_box(hidden_size: int) -> RowBox:
+    """The widest box for rows of `hidden_size` elements: sides at most 256, at most one slot, at least 128 bytes.
+
+    Example: H = 7168 is 28 parts of 256; a slot holds 16 of them, so a row is two boxes, the second one with 4 parts outside.
+    """
+    part = math.gcd(hidden_size, 256)
+    parts = hidden_size // part
+    slot = ring.MOVER_SLOT_ELEMENTS.value
+    next_power = 1 << (parts - 1).bit_length()
+    box_parts = max(min(next_power, 256, slot // part), 64 // part, 1)
+    return RowBox(part, parts, box_parts, -(-parts // box_parts), min(8, slot // (box_parts * part)))
+
+
+def combine_box_parts(box: RowBox, top_k: int) -> int:
+    """Parts of a row that the mover sums at a time: a slot holds 2, 4 or 8 rows."""
+    slots = 8 if top_k > 4 else (4 if top_k > 2 else 2)
+    return ring.MOVER_SLOT_ELEMENTS.value // slots // box.part
+
+
+def forward(
+    x_TH: Tensor,
+    weights_TK: Tensor,
+    experts: Weights,
+    plan: DevicePlan,
+    config: KernelConfig,
+    *,
+    clamp: float,
+    keep: bool,
+    addend_TH: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """y_TH, and if `keep` the pre-activations gate_rows, up_rows [P, I] for `backward`.
+
+    x_TH bf16 contiguous, T >= 1; weights_TK fp32 contiguous. addend_TH: bf16, added last in each token's sum.
+    """
+    y_TH = torch.empty_like(x_TH)
+    moved = int(x_TH.shape[0] * config.mover_share)
+    kept = _launch_forward(x_TH, weights_TK, experts, plan, config, clamp, keep, tasks.DOWN.value, y_TH, moved, addend_TH)
+    return y_TH, *kept
+
+
+def recompute(
+    x_TH: Tensor, weights_TK: Tensor, experts: Weights, plan: DevicePlan, config: KernelConfig, *, clamp: float
+) -> tuple[Tensor, Tensor]:
+    """gate_rows, up_rows as `forward` would have kept them: its launch without the down product and the combine."""
+    nothing = x_TH[:0]
+    gate_rows, up_rows = _launch_forward(
+        x_TH, weights_TK, experts, plan, config, clamp, True, tasks.GATE_UP.value, nothing, 0, None
+    )
+    assert gate_rows is not None and up_rows is not None
+    return gate_rows, up_rows
+
+
+def _launch_forward(
+    x_TH: Tensor,
+    weights_TK: Tensor,
+    experts: Weights,
+    plan: DevicePlan,
+    config: KernelConfig,
+    clamp: float,
+    keep: bool,
+    last_kind: int,
+    y_TH: Tensor,
+    moved: int,
+    addend_TH: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    hidden_size, width = x_TH.shape[1], experts.gate.shape[1]
+    rows, blocks, top_k = plan.max_rows, plan.max_blocks, plan.top_k
+    box = row_box(hidden_size)
+    x_rows = x_TH.new_empty(rows, hidden_size)
+    y_rows = x_TH.new_empty(rows, hidden_size)
+    h_rows = x_TH.new_empty(rows, width)
+    gate_rows = x_TH.new_empty(rows, width) if keep else None
+    up_rows = x_TH.new_empty(rows, width) if keep else None
+    tables = _tables(plan, plan.forward_tasks, 1 + 3 * blocks, weights_TK)
+    _run(
+        mega.mega_forward,
+        config,
+        _plain(x_TH, box, box.box_parts),
+        _plain(x_rows, box, box.box_parts),
+        _plain(y_rows, box, combine_box_parts(box, top_k)),
+        _tile(x_rows, 128, 64),
+        _expert_tile(experts.gate, 128, 64),
+        _expert_tile(experts.up, 128, 64),
+        _tile(h_rows, 128, 64),
+        _expert_tile(experts.down, 256, 64),
+        _tile(h_rows, 64, 64),
+        _tile(h_rows if gate_rows is None else gate_rows, 64, 64),
+        _tile(h_rows if up_rows is None else up_rows, 64, 64),
+        _tile(y_rows, 64, 64),
+        tables,
+        y_rows,
+        y_rows if addend_TH is None else addend_TH,
+        y_TH,
+        y_TH.shape[0],
+        moved,
+        1 + 2 * blocks,
+        top_k,
+        box.parts,
+        box.part,
+        box.box_parts,
+        keep,
+        addend_TH is not None,
+        clamp,
+        last_kind,
+        config.stages,
+        config.pieces,
+    )
+    return gate_rows, up_rows
+
+
+def backward(
+    dy_TH: Tensor,
+    x_TH: Tensor,
+    weights_TK: Tensor,
+    experts: Weights,
+    gate_rows: Tensor,
+    up_rows: Tensor,
+    plan: DevicePlan,
+    gradients: Gradients | None,
+    config: KernelConfig,
+    *,
+    clamp: float,
+    addend_TH: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """dx_TH bf16 and dweights_TK fp32; the expert gradients are continued or begun in `gradients` (None: frozen experts).
+
+    gate_rows, up_rows: as `forward` kept them; they are overwritten. addend_TH: bf16, added last in each token's dx.
+    """
+    hidden_size, width = x_TH.shape[1], experts.gate.shape[1]
+    rows, blocks, top_k = plan.max_rows, plan.max_blocks, plan.top_k
+    num_experts = experts.gate.shape[0]
+    box = row_box(hidden_size)
+    x_rows, dy_rows, dx_rows = (x_TH.new_empty(rows, hidden_size) for _ in range(3))
+    wh_rows = x_TH.new_empty(rows, width)
+    num_partials = -(-width // PARTIAL_COLUMNS)
+    partial = weights_TK.new_empty(rows, num_partials)
+    dx_TH = torch.empty_like(x_TH)
+    if gradients is None:
+        nowhere = weights_TK.new_empty(1, 1, 16)
+        gradients, last_kind = Gradients(nowhere, nowhere, nowhere, False), tasks.DX.value
+    else:
+        last_kind = tasks.DW_DOWN.value
+    assert plan.backward_tasks is not None
+    tables = _tables(plan, plan.backward_tasks, 1 + 2 * blocks + 2 * num_experts, weights_TK)
+    _run(
+        mega.mega_backward,
+        config,
+        _plain(dy_TH, box, box.box_parts),
+        _plain(dy_rows, box, box.box_parts),
+        _plain(x_TH, box, box.box_parts),
+        _plain(x_rows, box, box.box_parts),
+        _plain(dx_rows, box, combine_box_parts(box, top_k)),
+        _tile(dy_rows, 128, 64),
+        _tile(dy_rows, 64, 128),
+        _tile(x_rows, 64, 256),
+        _tile(wh_rows, 64, 256),
+        _expert_tile(experts.down, 64, 256),
+        _expert_tile(experts.gate, 64, 256),
+        _expert_tile(experts.up, 64, 256),
+        _tile(gate_rows, 128, 64),
+        _tile(up_rows, 128, 64),
+        _tile(gate_rows, 64, 128),
+        _tile(up_rows, 64, 128),
+        _tile(wh_rows, 64, 64),
+        _tile(gate_rows, 64, 64),
+        _tile(up_rows, 64, 64),
+        _tile(dx_rows, 64, 64),
+        _gradient_tile(gradients.gate),
+        _gradient_tile(gradients.up),
+        _gradient_tile(gradients.down),
+        tables,
+        partial,
+        dx_rows,
+        dx_rows if addend_TH is None else addend_TH,
+        dx_TH,
+        x_TH.shape[0],
+        x_TH.shape[0],
+        1 + 2 * blocks + num_experts,
+        int(gradients.started),
+        top_k,
+        num_partials,
+        box.parts,
+        box.part,
+        box.box_parts,
+        addend_TH is not None,
+        clamp,
+        last_kind,
+        config.stages,
+        config.pieces,
+    )
+    dweights_TK = torch.empty_like(weights_TK)
+    routes = weights_TK.numel()
+    sum_partials[(-(-routes // 128),)](partial, plan.row_of_route_N, dweights_TK, routes, num_partials, WIDTH=128)
+    return dx_TH, dweights_TK
+
+
+def _run(kernel: Any, config: KernelConfig, *arguments: Any) -> None:
+    """Launch as many programs as can be resident at once; the driver refuses a cooperative launch of more.
+
+    168 registers for each of twelve warps fill the register file; the roles then share them out unevenly. Contraction of
+    a product and a sum is switched off because rule 4 of docs/numerics.md rounds them apart.
+    """
+    programs = config.programs or torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    kernel[(programs,)](*arguments, num_warps=4, maxnreg=168, enable_fp_fusion=False, launch_cooperative_grid=True)
+
+
+def _tables(plan: DevicePlan, records: Tensor, num_counters: int, weights_TK: Tensor) -> Tables:
+    device = weights_TK.device
+    return Tables(
+        tasks=records,
+        sizes=plan.sizes,
+        counters=torch.zeros(num_counters, dtype=torch.int32, device=device),
+        status=status_word(device),
+        route_of_row=plan.route_of_row_P,
+        row_of_route=plan.row_of_route_N,
+        weights=weights_TK,
+        expert_of_block=plan.expert_of_block_B,
+        combine_token=plan.combine_token_T,
+        combine_group=plan.combine_group_T,
+        group_target=plan.group_target_G,
+    )
+
+
+def _plain(rows_RH: Tensor, box: RowBox, box_parts: int) -> TensorDescriptor:
+    """Rows [R, H] seen as [R, parts, part], one box of `box_parts` parts of one row."""
+    view = rows_RH.view(rows_RH.shape[0], box.parts, box.part)
+    return TensorDescriptor.from_tensor(view, [1, box_parts, box.part], ring.PLAIN_ROWS.value)
+
+
+def _tile(rows_RH: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(rows_RH, [rows, columns], ring.TILE.value)
+
+
+def _expert_tile(weight: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(weight, [1, rows, columns], ring.EXPERT_TILE.value)
+
+
+def _gradient_tile(gradient: Tensor) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(gradient, [1, ring.HALF_M.value, ring.PIECE_N.value // 2], ring.GRADIENT_TILE.value)
