@@ -14,11 +14,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -216,6 +218,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(f"{file}: damaged ({error}); use another checkpoint of the run") from error
     if version != FORMAT:
         raise CheckpointError(f"{file}: format {version}, this version of mok reads {FORMAT}; use the version that wrote it")
+    try:
+        int(manifest["step"])
+        for entry in manifest["tensors"].values():
+            (*entry["shape"], entry["dtype"], entry["sha256"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file}: damaged ({error!r}); use another checkpoint of the run") from error
     return Checkpoint(path, manifest)
 
 
@@ -240,7 +248,7 @@ def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], elsewher
         raise CheckpointError(_listed(f"{path}: does not fit this recipe", problems))
     loaded = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _no_warnings_logged():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(loaded, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)
     except (Exception, CheckpointException) as error:
@@ -262,6 +270,17 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
     load_tensors(checkpoint, {name: tensor}, elsewhere=checkpoint.manifest["tensors"])
     return tensor
+
+
+@contextmanager
+def _no_warnings_logged() -> Iterator[None]:
+    """The reader logs a traceback, on the root logger, for a file that this module reports in one line."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def _complete(folder: Path) -> list[str]:

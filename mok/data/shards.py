@@ -106,6 +106,7 @@ class TokenStore:
             self.shard_tokens: int = self.manifest["shard_tokens"]
             for entry in [*self._shards, self.manifest["documents"]]:
                 self._check_size(entry)
+                str(entry["sha256"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{folder / MANIFEST}: damaged ({error}); {self.remedy}") from error
         documents = self._verified(self.manifest["documents"], np.dtype("<u8")).reshape(-1, 2)

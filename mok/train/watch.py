@@ -144,7 +144,7 @@ class Watch:
         now = time.monotonic()
         for rank, sighting in sorted(self._seen.items()):
             if rank != self._rank and now - sighting.pulse_at > LOST_AFTER_PULSES * PULSE_S:
-                return self._blame(f"rank {rank} was lost at {self._place(rank)}")
+                return self._blame(f"rank {rank} was lost at {self._place(self._rank)}")
         return ""
 
     def _blame_stalled(self) -> str:
@@ -157,7 +157,9 @@ class Watch:
         busy = {rank: s for rank, s in others.items() if not s.content["waits"]}
         candidates = silent or busy or others
         rank = min(candidates, key=lambda rank: (candidates[rank].progress_at, rank))
-        message = f"rank {rank} stalled at {self._place(rank)}: the others waited for {self._timeout_s:g} s"
+        # A stopped process published nothing after its last pulse; this rank waits for it in the exchange it has reached.
+        place = self._place(self._rank if rank in silent else rank)
+        message = f"rank {rank} stalled at {place}: the others waited for {self._timeout_s:g} s"
         kept = self._blame(message)
         content = others[rank].content
         if kept == message and content["host"] == socket.gethostname():

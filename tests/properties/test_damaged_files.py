@@ -1,0 +1,162 @@
+"""Damaged files of every kind the project reads: one of its own errors, or a result; never another exception, never a hang."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mok import checkpoint, recipe
+from mok.data.shards import ShardWriter, TokenStore
+from mok.errors import MokError
+from mok.safetensors_files import SafetensorsFolder
+
+SLOWEST_S = 10.0
+SOAK_CASES = 100_000
+
+TOKENS = [
+    b"0",
+    b"-1",
+    b"1e999",
+    b"null",
+    b"true",
+    b"[]",
+    b"{}",
+    b'""',
+    b"NaN",
+    b"\x00",
+    b"\xff",
+    b"99999999999999999999",
+    b'"../x"',
+]
+
+
+def damaged(content: bytes, source: random.Random) -> bytes:
+    """`content` after one to four of the things that happen to files: flips, cuts, repeats, zeros, foreign pieces."""
+    data = bytearray(content)
+    for _ in range(source.randint(1, 4)):
+        at = source.randrange(len(data) + 1)
+        span = slice(at, at + source.choice((1, 1, 2, 8, 64)))
+        kind = source.randrange(7)
+        if kind == 0 and at < len(data):
+            data[at] ^= 1 << source.randrange(8)
+        elif kind == 1:
+            del data[span]
+        elif kind == 2:
+            del data[at:]
+        elif kind == 3:
+            data[at:at] = data[span]
+        elif kind == 4:
+            data[at:at] = source.choice(TOKENS)
+        elif kind == 5:
+            data[span] = source.choice(TOKENS)
+        else:
+            data[span] = bytes(len(data[span]))
+    return bytes(data)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One kind of file. make: writes sound files into a folder and returns those to damage. read: uses them."""
+
+    make: Callable[[Path], list[Path]]
+    read: Callable[[Path], object]
+
+
+def make_recipe(folder: Path) -> list[Path]:
+    path = folder / "r.toml"
+    path.write_text(recipe.dump_toml(recipe.load("toy")))
+    return [path]
+
+
+def make_tokens(folder: Path) -> list[Path]:
+    (folder / "tokens").mkdir()
+    writer = ShardWriter(folder / "tokens", num_ids=300, shard_tokens=64)
+    for document in range(4):
+        writer.append(np.arange(50, dtype=np.int64) + document)
+        writer.end_document(document)
+    writer.finish({"made_by": "a test"})
+    return sorted((folder / "tokens").iterdir())
+
+
+def read_tokens(folder: Path) -> None:
+    store = TokenStore(folder / "tokens")
+    store.read(0, 200)
+
+
+def make_safetensors(folder: Path) -> list[Path]:
+    save_file({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}, folder / "model.safetensors")
+    return [folder / "model.safetensors"]
+
+
+def read_safetensors(folder: Path) -> None:
+    weights = SafetensorsFolder(folder)
+    for name in weights.shapes:
+        weights.read(name)
+
+
+def make_checkpoint(folder: Path) -> list[Path]:
+    saved = checkpoint.save(folder / "checkpoints", 1, {"w": torch.arange(8.0), "v": torch.ones(2)}, {"samples": 4}, 0)
+    return [*sorted(saved.path.iterdir()), folder / "checkpoints" / "latest"]
+
+
+def read_checkpoint(folder: Path) -> None:
+    found = checkpoint.latest(folder / "checkpoints")
+    if found is not None:
+        values = {"w": torch.zeros(8), "v": torch.zeros(2)}
+        checkpoint.load_tensors(found, values)
+        assert torch.equal(values["w"], torch.arange(8.0)), "damaged values were taken for sound ones"
+
+
+KINDS = {
+    "recipe": Kind(make_recipe, lambda folder: recipe.resolve(str(folder / "r.toml"))),
+    "tokens": Kind(make_tokens, read_tokens),
+    "safetensors": Kind(make_safetensors, read_safetensors),
+    "checkpoint": Kind(make_checkpoint, read_checkpoint),
+}
+
+
+def damage_and_read(kind: Kind, folder: Path, num_cases: int, seed: int) -> int:
+    """Damage one file of the kind at a time and read; returns how many cases were refused."""
+    folder.mkdir()
+    files = kind.make(folder)
+    sound = {path: path.read_bytes() for path in files}
+    refused = 0
+    for case in range(num_cases):
+        source = random.Random(f"{seed}/{case}")
+        path = source.choice(files)
+        path.write_bytes(damaged(sound[path], source))
+        started = time.monotonic()
+        try:
+            kind.read(folder)
+        except MokError:
+            refused += 1
+        except BaseException as error:
+            raise AssertionError(f"case {case} of seed {seed}, {path.name}: {type(error).__name__}: {error}") from error
+        assert time.monotonic() - started < SLOWEST_S, f"case {case} of seed {seed} took too long"
+        path.write_bytes(sound[path])
+    kind.read(folder)
+    shutil.rmtree(folder)
+    return refused
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_damage_is_refused_with_an_error_of_our_own(name: str, tmp_path: Path) -> None:
+    refused = damage_and_read(KINDS[name], tmp_path / name, num_cases=150, seed=0)
+    assert refused > 50, "most damage must be seen"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", KINDS)
+def test_much_damage(name: str, tmp_path: Path) -> None:
+    """A quarter of 100,000 cases for each kind; prints what docs/determinism.md records."""
+    refused = damage_and_read(KINDS[name], tmp_path / name, num_cases=SOAK_CASES // len(KINDS), seed=1)
+    print(f"\n{name}: {SOAK_CASES // len(KINDS)} damaged files, {refused} refused, no other exception, none over {SLOWEST_S} s")
