@@ -6,6 +6,7 @@ Prints nothing; `mok_cli/verify_determinism.py` shows it. Read next: `mok/determ
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,10 +15,10 @@ from xml.etree import ElementTree
 
 from mok.determinism.compare import Difference
 from mok.determinism.fingerprint import fingerprint_differences
-from mok.determinism.trace import Divergence, Key, Trace
+from mok.determinism.trace import Divergence, Key, Trace, first_divergence
 from mok.errors import CheckFailed, UsageError
 
-__all__ = ["AxisResult", "Finding", "Report", "baseline_of", "check_baseline", "hint_for"]
+__all__ = ["AxisResult", "Finding", "Report", "add_baseline", "baseline_of", "check_baseline", "hint_for"]
 
 MANIFEST_VERSION = 1
 
@@ -170,6 +171,24 @@ def baseline_of(trace: Trace, fingerprint: Mapping[str, Any], recipe: Mapping[st
         "recipe": dict(recipe),
         "records": [[*asdict(key).values(), trace.records[key]] for key in trace.in_order()],
     }
+
+
+def add_baseline(report: Report, path: Path, trace: Trace, recipe: Mapping[str, Any], *, force: bool) -> None:
+    """Axis "baseline" for `report`: `trace` against the manifest at `path`, or the manifest written there if there is none."""
+    started = time.perf_counter()
+    if not path.exists():
+        path.write_text(json.dumps(baseline_of(trace, report.fingerprint, recipe)), encoding="utf-8")
+        report.axes.append(AxisResult("baseline", "not run", f"{path} did not exist and was written"))
+        return
+    known, differences = check_baseline(path, report.fingerprint, recipe, force=force)
+    result = AxisResult("baseline", "equal", "; ".join(differences), [str(path), "reference"])
+    result.compared(trace)
+    if divergence := first_divergence(known, trace):
+        note = "a manifest holds digests, not values"
+        result.status = "diverged"
+        result.finding = Finding(divergence, (str(path), "reference"), hint=hint_for(divergence.key.phase), note=note)
+    result.seconds = time.perf_counter() - started
+    report.axes.append(result)
 
 
 def check_baseline(

@@ -18,10 +18,12 @@ from torch import nn
 
 from mok.determinism.compare import Difference, compare_tensors
 from mok.determinism.digest import digest
+from mok.determinism.faults import Flip, flip_bit
 from mok.determinism.fingerprint import fingerprint, prepare_cuda
 from mok.determinism.operations import OperationTrace, first_operation
 from mok.determinism.report import AxisResult, Finding, Report, hint_for
 from mok.determinism.trace import Key, Recorder, Trace, first_divergence
+from mok.errors import UsageError
 
 __all__ = ["DEFAULT_RUNS", "Subject", "verify_step"]
 
@@ -58,6 +60,7 @@ def verify_step(
     activations: bool = True,
     seed: int = 0,
     against: Callable[[], tuple[nn.Module, Step]] | None = None,
+    fault: Flip | None = None,
 ) -> Report:
     """Run the same steps `runs` times, then once with each number of CPU threads, and compare every byte.
 
@@ -65,6 +68,7 @@ def verify_step(
         step and may return a tensor or a dict of tensors. Recorded in each step: the random state at its start, module
         outputs (`activations`), what step returns, and afterwards each gradient (`main_grad` too), weight and buffer.
     against: a second way to do the same work, such as a compiled module, compared once (axis "against").
+    fault: a bit to flip in the last of the runs, to see that it is found.
     Returns a Report with the axes "rerun", "threads" and, if asked for, "against". Raises UsageError if CUDA has started
     without a fixed cuBLAS workspace, ValueError for fewer than 2 runs.
     """
@@ -83,9 +87,10 @@ def verify_step(
     axis = AxisResult("rerun", "equal", arms=[f"run {i + 1}" for i in range(runs)])
     started = time.perf_counter()
     for i in range(1, runs):
-        other = run(expected=reference.trace)
+        again = partial(run, fault=fault) if i == runs - 1 else run
+        other = again(expected=reference.trace)
         axis.compared(other.trace)
-        axis.finding = finding_of(reference, other, run, run, ("run 1", f"run {i + 1}"))
+        axis.finding = finding_of(reference, other, run, again, ("run 1", f"run {i + 1}"))
         if axis.finding:
             break
     report.axes.append(close(axis, started))
@@ -137,18 +142,21 @@ def run_once(
     expected: Trace | None = None,
     keep: Key | None = None,
     operations_of: int | None = None,
+    fault: Flip | None = None,
 ) -> Run:
     """expected: keep the first tensor that is not as in this trace. keep: keep this one. operations_of: note operations of
     this step, the last one that is run."""
     found = Run(Trace())
 
     def watch(key: Key, tensor: torch.Tensor) -> None:
+        if fault is not None and (key.step, key.name) == (fault.step, fault.name):
+            flip_bit(tensor, fault.bit)
         if found.kept is not None:
             return
         if key == keep or (expected is not None and expected.records.get(key) != digest(tensor)):
             found.kept = tensor.detach().clone()
 
-    recorder = Recorder(activations=activations, watchers=[watch] if expected or keep else [])
+    recorder = Recorder(activations=activations, watchers=[watch])
     torch.manual_seed(seed)
     module, step = build()
     hooks = activation_hooks(module, recorder) if activations else []
@@ -166,6 +174,9 @@ def run_once(
     for hook in hooks:
         hook.remove()
     found.trace = recorder.trace
+    if fault is not None and not any((key.step, key.name) == (fault.step, fault.name) for key in found.trace.records):
+        names = dict.fromkeys(key.name for key in found.trace.records)
+        raise UsageError(f"no tensor {fault.name} in step {fault.step}; there are {', '.join(names)}")
     return found
 
 

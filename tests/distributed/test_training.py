@@ -1,0 +1,141 @@
+"""Training steps on several gloo ranks: the bytes of weights, moments, gradients and reports are those of one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from mok import recipe as recipes
+from mok.config import Recipe
+from mok.data.loader import IGNORED
+from mok.grid import Grid, Layout
+from mok.train.batches import Batches
+from mok.train.processes import assemble
+from mok.train.ranks import OneRank
+from mok.train.state import TrainState
+from mok.train.step import train_step
+from tests.distributed.processes import run_distributed
+
+VOCABULARY = 64
+SMALL = (
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.head_dim=16",
+    "moe.num_experts=8",
+    "moe.intermediate_size=32",
+    "moe.z_loss=0.001",
+    "train.batch_size=16",
+    "train.sequence_length=16",
+    "distributed.lanes=4",
+    "distributed.slices=4",
+)
+
+
+class Sequences:
+    """A loader whose sample i is a function of i. masked: samples whose targets are all ignored."""
+
+    def __init__(self, length: int, masked: tuple[int, ...] = ()) -> None:
+        self.length, self.masked = length, masked
+
+    def sequence(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.randint(0, VOCABULARY, (self.length + 1,), generator=torch.Generator().manual_seed(index))
+        targets = ids[1:].clone()
+        if index in self.masked:
+            targets[:] = IGNORED
+        return ids[:-1], targets
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Steps to make. layout: (replicas, ep)."""
+
+    layout: tuple[int, int] = (1, 1)
+    changes: tuple[str, ...] = ()
+    steps: int = 2
+    masked: tuple[int, ...] = ()
+
+
+def recipe_of(work: Work) -> Recipe:
+    return recipes.load("toy", (*SMALL, *work.changes))
+
+
+def steps(rank: int, world_size: int, works: list[Work]) -> list[dict]:
+    return [train(rank, work) for work in works]
+
+
+def train(rank: int, work: Work) -> dict:
+    return train_recipe(recipe_of(work), rank, work)
+
+
+def train_recipe(recipe: Recipe, rank: int, work: Work) -> dict:
+    device = torch.device("cpu")
+    layout = Layout(Grid.of(recipe), *work.layout, rank)
+    ranks = OneRank(layout) if layout.world_size == 1 else assemble(layout, device, 60.0)
+    state = TrainState(recipe, VOCABULARY, ranks, device)
+    batches = Batches(Sequences(recipe.train.sequence_length, work.masked), layout.grid, device)
+    reports = [train_step(state, batches) for _ in range(work.steps)]
+    found = {
+        "sha": state.state_sha256(),
+        "reports": reports,
+        "gradients": {name: tensor.clone() for name, tensor in state.gradients().items()},
+        "dense": {name: tensor.clone() for name, tensor in state.tensors().items() if ".experts." not in name},
+    }
+    if layout.world_size > 1:
+        ranks.watch.stop()
+    return found
+
+
+def check(works: list[Work]) -> None:
+    world_size = works[0].layout[0] * works[0].layout[1]
+    found = run_distributed(steps, world_size, works, limit_s=120.0)
+    for i, work in enumerate(works):
+        expected = train(0, dataclasses.replace(work, layout=(1, 1)))
+        for rank in range(world_size):
+            result = found[rank][i]
+            assert result["sha"] == expected["sha"], work
+            assert result["reports"] == expected["reports"], work
+            for name, tensor in result["gradients"].items():
+                assert torch.equal(tensor, expected["gradients"][name]), (work, rank, name)
+            for name, tensor in result["dense"].items():
+                assert torch.equal(tensor, expected["dense"][name]), (work, rank, name)
+
+
+def test_two_ranks() -> None:
+    check(
+        [
+            Work((2, 1)),
+            Work((1, 2)),
+            # Tied embeddings, shared experts, bias correction, low precision.
+            Work(
+                (1, 2), ("model.tie_embeddings=true", "moe.num_shared_experts=1", "train.dtype=bf16", "optim.moment_dtype=bf16")
+            ),
+            Work((2, 1), ("moe.score=sigmoid", "moe.correction_bias=true", "train.recompute=blocks", "moe.recompute=all")),
+            # A rank whose labels are all ignored, in every step.
+            Work((2, 1), masked=tuple(step * 16 + i for step in range(2) for i in (0, 1, 2, 3, 8, 9, 10, 11))),
+            Work((1, 2), ("distributed.segment=2", "distributed.slices_per_call=2")),
+        ]
+    )
+
+
+def test_four_ranks() -> None:
+    check(
+        [
+            Work((4, 1)),
+            Work((2, 2)),
+            Work((1, 4)),
+            # Every token goes to the experts of the first rank; the others have nothing to do, and are not waited for.
+            Work((1, 4), ("moe.force_routing=one-hot", "moe.top_k=1")),
+        ]
+    )
+
+
+def test_the_comparison_would_see_another_order_of_sums() -> None:
+    """The recipe's grid is what lays the order down: another grid, other bits."""
+    grid = [entry for entry in SMALL if entry.startswith("distributed.")]
+    found = []
+    for changes in (grid, ["distributed.lanes=2", "distributed.slices=4"]):
+        recipe = recipes.load("toy", [entry for entry in SMALL if entry not in grid] + changes)
+        found.append(train_recipe(recipe, 0, Work(steps=1))["sha"])
+    assert found[0] != found[1]
