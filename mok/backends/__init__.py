@@ -20,12 +20,13 @@ __all__ = ["AUTO", "BACKENDS", "choose"]
 
 BACKENDS = {
     "reference": "mok.backends.reference",
+    "staged": "mok.backends.staged",
     "torch": "mok.backends.torch",
     "mega": "mok.backends.mega",
 }
 """Name -> module."""
 
-AUTO = ("mega", "torch")
+AUTO = ("mega", "staged", "torch")
 """What `auto` tries, best first; the last runs everywhere."""
 
 

@@ -22,16 +22,18 @@ def dispatch_rows(
     x_rows [P, width].
     Example, K = 2: routes (5, -1, 0) make rows x[2], zeros, x[0].
     """
+    num_rows = tl.load(sizes + SIZE_ROWS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    exists = row < tl.load(sizes + SIZE_ROWS)
-    route = tl.load(route_of_row_P + row, mask=exists, other=-1)
-    source = x + (route // K).to(tl.int64)[:, None] * x_stride
-    target = x_rows + row.to(tl.int64)[:, None] * width
-    for start in range(0, width, COLUMNS):
-        columns = (start + tl.arange(0, COLUMNS))[None, :]
-        inside = columns < width
-        values = tl.load(source + columns, mask=inside & (route >= 0)[:, None], other=0.0)
-        tl.store(target + columns, values, mask=inside & exists[:, None])
+    if tl.program_id(0) * ROWS < num_rows:
+        exists = row < num_rows
+        route = tl.load(route_of_row_P + row, mask=exists, other=-1)
+        source = x + (route // K).to(tl.int64)[:, None] * x_stride
+        target = x_rows + row.to(tl.int64)[:, None] * width
+        for start in range(0, width, COLUMNS):
+            columns = (start + tl.arange(0, COLUMNS))[None, :]
+            inside = columns < width
+            values = tl.load(source + columns, mask=inside & (route >= 0)[:, None], other=0.0)
+            tl.store(target + columns, values, mask=inside & exists[:, None])
 
 
 @triton.jit

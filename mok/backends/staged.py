@@ -1,0 +1,257 @@
+"""The staged backend: the tiles of the megakernel as separate launches in plain Triton, on any recent NVIDIA GPU.
+
+Owns the order of the launches, which memory they share, and what is kept for the backward. The schedule is made on the device
+and read by the kernels alone, so nothing here waits for the GPU. Knows nothing of autograd. Read next: `mok/launch/staged.py`,
+and `mok/backends/torch.py`, which computes the same in plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mok.backends.interface import ExpertWeights, InputGrads, LayerShape, Options, SharedGrads
+from mok.errors import UsageError
+from mok.gradients import GradBuffers
+from mok.grid import CallGrid
+
+if TYPE_CHECKING:  # Triton is missing on some systems, and `why_not` must be able to say so
+    from mok.launch.plan import DevicePlan
+
+__all__ = ["Saved", "StagedSchedule", "backward", "build_schedule", "forward", "why_not"]
+
+SIZE_MULTIPLE = 16
+"""Elements: a row of bf16 then starts on 32 bytes, what bulk copies and vector accesses need."""
+
+OLDEST_CAPABILITY = (8, 0)
+"""The first GPUs with bf16 tensor cores and asynchronous copies."""
+
+
+@dataclass(frozen=True)
+class StagedSchedule:
+    """What a call is walked by: the grid, the device's plan, and the ids it was made from."""
+
+    grid: CallGrid
+    plan: DevicePlan
+
+    @property
+    def counts_CE(self) -> Tensor:
+        return self.plan.counts_CE
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the backward needs. gate_up_2PI, shared_gate_up_2TS: pre-activations, None where they are computed again; the
+    backward overwrites them with their gradients."""
+
+    schedule: StagedSchedule
+    shared_plan: DevicePlan | None
+    options: Options
+    x_TH: Tensor
+    weights_TK: Tensor
+    gate_LIH: Tensor
+    up_LIH: Tensor
+    down_LHI: Tensor
+    gate_up_2PI: Tensor | None
+    shared_gate_up_JH: Tensor | None
+    shared_down_HS: Tensor | None
+    shared_scale_T: Tensor | None
+    shared_gate_up_2TS: Tensor | None
+
+
+def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device) -> list[str]:
+    """Why this backend cannot run, or an empty list."""
+    reasons = []
+    if find_spec("triton") is None:
+        reasons.append("Triton is not installed")
+    if device.type != "cuda":
+        reasons.append(f"device {device}: needs a CUDA device")
+    elif torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
+        major, minor = torch.cuda.get_device_capability(device)
+        reasons.append(f"compute capability {major}.{minor}: needs 8.0 or newer")
+    if dtype != torch.bfloat16:
+        reasons.append(f"dtype {dtype}: computes in torch.bfloat16 only")
+    sizes = {"hidden": shape.hidden_size, "intermediate": shape.intermediate_size, "shared intermediate": shape.shared_size}
+    for name, size in sizes.items():
+        if size % SIZE_MULTIPLE:
+            reasons.append(f"{name} size {size}: must be a multiple of {SIZE_MULTIPLE}")
+    if shape.ranks > 1:
+        reasons.append(f"{shape.ranks} ranks: it computes on one only")
+    return reasons
+
+
+def build_schedule(expert_ids_TK: Tensor, shape: LayerShape, grid: CallGrid, options: Options) -> StagedSchedule:
+    """The call's plan, made on the device of the ids without waiting for it; ids out of range are taken as masked."""
+    from mok.launch.plan import TaskOrder, plan_on_device
+
+    if len(set(grid.lane_of_segment)) > 1:
+        raise UsageError(f"moe.backend = staged takes one lane per call, not lanes {grid.lane_of_segment}; use smaller calls")
+    order = TaskOrder()
+    plan = plan_on_device(expert_ids_TK, shape.num_experts, shape.hidden_size, shape.intermediate_size, order, order, grid=grid)
+    return StagedSchedule(grid, plan)
+
+
+def forward(
+    x_TH: Tensor,
+    weights_TK: Tensor,
+    schedule: StagedSchedule,
+    experts: ExpertWeights,
+    options: Options,
+    shared_scale_T: Tensor | None = None,
+) -> tuple[Tensor, Saved]:
+    """y[t] = sum over slots k of weights[t, k] * expert(ids[t, k])(x[t]), then + scale[t] * shared(x[t]); one rounding.
+
+    x_TH: bf16. weights_TK, shared_scale_T: fp32; no scale is a factor of 1. Returns y_TH, and what `backward` needs.
+    """
+    from mok.launch import staged as launch
+
+    x_TH, weights_TK = operand(x_TH), weights_TK.contiguous()
+    gpu = launch.gpu_of(x_TH.device)
+    config = options.kernel or launch.choose_config(gpu)
+    gate_LIH, up_LIH, down_LHI = operand(experts.gate_LIH), operand(experts.up_LIH), operand(experts.down_LHI)
+    plan, rows = schedule.plan, schedule.plan.max_rows
+    hidden, width = down_LHI.shape[1:]
+    keep = options.recompute != "all"
+
+    x_rows = x_TH.new_empty(rows, hidden)
+    gate_up_2PI = x_TH.new_empty(2, rows, width) if keep else None
+    h_rows = x_TH.new_empty(rows, width)
+    launch.dispatch(x_TH, x_rows, plan)
+    launch.gate_up(x_rows, gate_LIH, up_LIH, h_rows, gate_up_2PI, plan, options.clamp, gpu, config)
+    y_rows = x_rows  # every row of x has been read
+    launch.down(h_rows, down_LHI, y_rows, plan, gpu, config)
+
+    shared_plan = shared_gate_up_2TS = shared_rows = gate_up_JH = down_HS = None
+    if experts.shared is not None:
+        gate_up_JH, down_HS = operand(experts.shared.gate_up_JH), operand(experts.shared.down_HS)
+        shared_scale_T = None if shared_scale_T is None else shared_scale_T.contiguous()
+        shared_plan = every_token_plan(x_TH.shape[0], hidden, down_HS.shape[1], x_TH.device)
+        shared_gate_up_2TS = x_TH.new_empty(2, shared_plan.max_rows, down_HS.shape[1]) if keep else None
+        h_rows = x_TH.new_empty(shared_plan.max_rows, down_HS.shape[1])
+        gate_1SH, up_1SH = gate_up_JH.unsqueeze(0).chunk(2, dim=1)
+        launch.gate_up(x_TH, gate_1SH, up_1SH, h_rows, shared_gate_up_2TS, shared_plan, options.clamp, gpu, config)
+        shared_rows = x_TH.new_empty(shared_plan.max_rows, hidden)
+        launch.down(h_rows, down_HS.unsqueeze(0), shared_rows, shared_plan, gpu, config)
+    y_TH = torch.empty_like(x_TH)
+    launch.combine(y_rows, plan, weights_TK, shared_rows, shared_scale_T, y_TH)
+    return y_TH, Saved(
+        schedule=schedule,
+        shared_plan=shared_plan,
+        options=options,
+        x_TH=x_TH,
+        weights_TK=weights_TK,
+        gate_LIH=gate_LIH,
+        up_LIH=up_LIH,
+        down_LHI=down_LHI,
+        gate_up_2PI=gate_up_2PI,
+        shared_gate_up_JH=gate_up_JH,
+        shared_down_HS=down_HS,
+        shared_scale_T=shared_scale_T,
+        shared_gate_up_2TS=shared_gate_up_2TS,
+    )
+
+
+def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGrads:
+    """Gradients of the inputs; those of the expert weights are begun or continued in `grads` (None: frozen).
+
+    A second backward from the same `saved` raises RuntimeError in autograd: the pre-activations are overwritten here, and
+    marked as changed.
+    """
+    from mok.launch import staged as launch
+
+    dy_TH = operand(dy_TH)
+    gpu = launch.gpu_of(dy_TH.device)
+    config, clamp = saved.options.kernel or launch.choose_config(gpu), saved.options.clamp
+    plan, rows = saved.schedule.plan, saved.schedule.plan.max_rows
+    hidden, width = saved.down_LHI.shape[1:]
+
+    rows_PH, wh_rows = dy_TH.new_empty(rows, hidden), dy_TH.new_empty(rows, width)
+    gate_up_2PI = saved.gate_up_2PI
+    if gate_up_2PI is None:
+        gate_up_2PI = dy_TH.new_empty(2, rows, width)
+        launch.dispatch(saved.x_TH, rows_PH, plan)
+        launch.gate_up(rows_PH, saved.gate_LIH, saved.up_LIH, wh_rows, gate_up_2PI, plan, clamp, gpu, config)
+    else:
+        torch.autograd.graph.increment_version(gate_up_2PI)
+    partial = launch.partial_sums(rows, width, dy_TH.device)
+    dweights_TK = torch.empty_like(saved.weights_TK)
+    launch.dispatch(dy_TH, rows_PH, plan)
+    launch.dh(rows_PH, saved.down_LHI, gate_up_2PI, wh_rows, partial, saved.weights_TK, plan, clamp, gpu, config)
+    launch.route_weight_gradients(partial, plan, dweights_TK)
+    if grads is not None:
+        lane = saved.schedule.grid.lane_of_segment[0]
+        started = grads.started[lane]
+        with launch.plain_rows(grads.down[lane]) as d_down_LHI:
+            launch.down_gradient(rows_PH, wh_rows, d_down_LHI, started, plan, gpu, config)
+        launch.dispatch(saved.x_TH, rows_PH, plan)
+        with launch.plain_rows(grads.gate[lane]) as d_gate_LIH, launch.plain_rows(grads.up[lane]) as d_up_LIH:
+            launch.gate_up_gradients(gate_up_2PI, rows_PH, d_gate_LIH, d_up_LIH, started, plan, gpu, config)
+    launch.dx(gate_up_2PI, saved.gate_LIH, saved.up_LIH, rows_PH, plan, gpu, config)
+
+    shared = dscale_T = shared_dx_rows = None
+    if saved.shared_plan is not None:
+        shared_dx_rows, shared, dscale_T = shared_backward(dy_TH, saved)
+    dx_TH = torch.empty_like(dy_TH)
+    launch.combine(rows_PH, plan, None, shared_dx_rows, None, dx_TH)
+    return InputGrads(dx_TH, dweights_TK, dscale_T, shared)
+
+
+def shared_backward(dy_TH: Tensor, saved: Saved) -> tuple[Tensor, SharedGrads, Tensor | None]:
+    """The shared experts' part: their rows of dx, the operands of their weight gradients, the gradient of their scale."""
+    from mok.launch import staged as launch
+
+    gpu = launch.gpu_of(dy_TH.device)
+    config, clamp = saved.options.kernel or launch.choose_config(gpu), saved.options.clamp
+    plan, gate_up_JH, down_HS = saved.shared_plan, saved.shared_gate_up_JH, saved.shared_down_HS
+    assert plan is not None and gate_up_JH is not None and down_HS is not None
+    (tokens, hidden), width = dy_TH.shape, down_HS.shape[1]
+    gate_1SH, up_1SH = gate_up_JH.unsqueeze(0).chunk(2, dim=1)
+    wh_rows = dy_TH.new_empty(plan.max_rows, width)
+    gate_up_2TS = saved.shared_gate_up_2TS
+    if gate_up_2TS is None:
+        gate_up_2TS = dy_TH.new_empty(2, plan.max_rows, width)
+        launch.gate_up(saved.x_TH, gate_1SH, up_1SH, wh_rows, gate_up_2TS, plan, clamp, gpu, config)
+    else:
+        torch.autograd.graph.increment_version(gate_up_2TS)
+    scale_T = saved.shared_scale_T
+    if scale_T is None:
+        scale_T = torch.ones(tokens, dtype=torch.float32, device=dy_TH.device)
+    partial = launch.partial_sums(plan.max_rows, width, dy_TH.device)
+    launch.dh(dy_TH, down_HS.unsqueeze(0), gate_up_2TS, wh_rows, partial, scale_T, plan, clamp, gpu, config)
+    dscale_T = None
+    if saved.shared_scale_T is not None:
+        dscale_T = torch.empty_like(saved.shared_scale_T)
+        launch.route_weight_gradients(partial, plan, dscale_T)
+    dx_rows = dy_TH.new_empty(plan.max_rows, hidden)
+    launch.dx(gate_up_2TS, gate_1SH, up_1SH, dx_rows, plan, gpu, config)
+    d_gate_up_TJ = torch.cat((gate_up_2TS[0, :tokens], gate_up_2TS[1, :tokens]), dim=1)
+    return dx_rows, SharedGrads(d_gate_up_TJ, wh_rows[:tokens]), dscale_T
+
+
+def every_token_plan(tokens: int, hidden_size: int, width: int, device: torch.device) -> DevicePlan:
+    """The plan of one expert that every token goes to, its row being the token: the shared experts'."""
+    from mok.launch.plan import TaskOrder, max_rows, plan_tables
+
+    token = torch.arange(max_rows(tokens, 1), dtype=torch.int32, device=device)
+    rows_in_all = -(-tokens // 64) * 64
+    return plan_tables(
+        token[:tokens].view(-1, 1),
+        torch.where(token < tokens, token, -1),
+        torch.arange(2, dtype=torch.int32, device=device) * rows_in_all,
+        torch.full((1, 1), tokens, dtype=torch.int32, device=device),
+        hidden_size,
+        width,
+        TaskOrder(),
+        TaskOrder(),
+    )
+
+
+def operand(tensor: Tensor) -> Tensor:
+    """`tensor` if a bulk copy can read it: rows contiguous, everything on multiples of 16 bytes; else a contiguous copy."""
+    size = tensor.element_size()
+    aligned = tensor.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 and stride > 0 for stride in tensor.stride()[:-1])
+    return tensor if aligned and tensor.stride(-1) == 1 else tensor.contiguous()

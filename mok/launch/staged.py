@@ -1,0 +1,294 @@
+"""Launches of the staged kernels: one per kind of task, on whatever GPU Triton compiles for.
+
+Owns the choice of a `StagedConfig`, the descriptors and the grids. Must not know of autograd, or which tensors are kept. Every
+launch switches fused multiply-add off, so that products and sums are rounded apart. Read next: `mok/kernels/staged.py` and
+`mok/kernels/rows.py`, the kernels; `mok/backends/staged.py`, which calls these in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from mok.errors import UsageError
+from mok.kernels import rows as row_kernels
+from mok.kernels import staged as kernels
+from mok.kernels import tasks
+from mok.launch.plan import DevicePlan, ceil_div
+
+__all__ = ["Gpu", "StagedConfig", "choose_config", "gpu_of"]
+
+TILE_M, TILE_N = tasks.TILE_M.value, tasks.TILE_N.value
+SUM_COLUMNS = kernels.SUM_COLUMNS.value
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the choice of a configuration depends on. arch: 10 * major + minor of the compute capability;
+    shared_memory_bytes: the most that one block may have."""
+
+    arch: int
+    num_sms: int
+    shared_memory_bytes: int
+
+
+@cache
+def gpu_of(device: torch.device) -> Gpu:
+    """The GPU `device` is. Raises UsageError for any other device."""
+    if device.type != "cuda":
+        raise UsageError(f"the staged kernels need tensors on a CUDA device, not on {device}; use the torch backend there")
+    found: Any = torch.cuda.get_device_properties(device)
+    return Gpu(10 * found.major + found.minor, found.multi_processor_count, found.shared_memory_per_block_optin)
+
+
+@dataclass(frozen=True)
+class StagedConfig:
+    """How a tile is worked on; no field changes a bit.
+
+    block_n: columns at a time, 256 or 128. block_c: contraction elements per step, a power of two from 16.
+    num_stages: steps whose operands are in flight. num_warps: 4 or 8.
+    """
+
+    block_n: int = 256
+    block_c: int = 64
+    num_stages: int = 3
+    num_warps: int = 8
+
+    @property
+    def shared_memory_bytes(self) -> int:
+        """Operands in flight, and room for barriers. What tiles need on their way to memory is less (tests/kernels)."""
+        return self.num_stages * (TILE_M + self.block_n) * self.block_c * 2 + 1024
+
+
+CANDIDATES = (
+    StagedConfig(256, 64, 3),
+    StagedConfig(128, 64, 3),
+    StagedConfig(128, 64, 2),
+    StagedConfig(128, 32, 3),
+    StagedConfig(128, 16, 2, 4),
+)
+"""In order of preference."""
+
+
+def choose_config(gpu: Gpu) -> StagedConfig:
+    """The first candidate that fits `gpu`: a pure function, the same in every process. UsageError if none does."""
+    for config in CANDIDATES:
+        if config.shared_memory_bytes <= gpu.shared_memory_bytes:
+            return config
+    least = min(config.shared_memory_bytes for config in CANDIDATES)
+    raise UsageError(
+        f"this GPU gives a block {gpu.shared_memory_bytes} bytes of shared memory and the smallest staged tile needs {least}; "
+        "use the torch backend"
+    )
+
+
+def rows_in(rows: Tensor, config: StagedConfig) -> TensorDescriptor:
+    """Row operand of a product along its columns: blocks [TILE_M, block_c]."""
+    return TensorDescriptor.from_tensor(rows, [TILE_M, config.block_c])
+
+
+def weight_rows(weight: Tensor, columns: int, config: StagedConfig) -> TensorDescriptor:
+    """Weight [L, N, C] contracted along its rows' elements: blocks [columns, block_c] of one expert."""
+    return TensorDescriptor.from_tensor(weight, [1, columns, config.block_c])
+
+
+def weight_columns(weight: Tensor, config: StagedConfig) -> TensorDescriptor:
+    """Weight [L, C, N] contracted over its rows: blocks [block_c, block_n] of one expert."""
+    return TensorDescriptor.from_tensor(weight, [1, config.block_c, config.block_n])
+
+
+def options(config: StagedConfig) -> dict[str, object]:
+    return {
+        "BLOCK_N": config.block_n,
+        "BLOCK_C": config.block_c,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": False,
+    }
+
+
+def dispatch(x_TH: Tensor, x_rows: Tensor, plan: DevicePlan) -> None:
+    """x_rows[p] = the token of row p, zeros for padding; rows past the last are left alone."""
+    rows_of_program, width = 16, x_TH.shape[1]
+    row_kernels.dispatch_rows[(ceil_div(plan.max_rows, rows_of_program),)](
+        x_TH, x_rows, plan.route_of_row_P, plan.sizes, width, x_TH.stride(0),
+        K=plan.top_k, ROWS=rows_of_program, COLUMNS=256, num_warps=4,
+    )  # fmt: skip
+
+
+def gate_up(
+    x_rows: Tensor,
+    gate_LIH: Tensor,
+    up_LIH: Tensor,
+    h_rows: Tensor,
+    kept: Tensor | None,
+    plan: DevicePlan,
+    clamp: float,
+    gpu: Gpu,
+    config: StagedConfig,
+) -> None:
+    """h_rows = silu(x gate^T) * (x up^T) of every row; `kept` [2, P, I] receives both pre-activations."""
+    _, width, hidden = gate_LIH.shape
+    gate_rows, up_rows = (h_rows, h_rows) if kept is None else kept
+    kernels.run_gate_up[(gpu.num_sms,)](
+        plan.forward_tasks, plan.sizes, ceil_div(width, TILE_N // 2), rows_in(x_rows, config),
+        weight_rows(gate_LIH, config.block_n // 2, config), weight_rows(up_LIH, config.block_n // 2, config),
+        h_rows, gate_rows, up_rows, width, ceil_div(hidden, config.block_c),
+        KEEP=kept is not None, CLAMP=clamp, **options(config),
+    )  # fmt: skip
+
+
+def down(h_rows: Tensor, down_LHI: Tensor, y_rows: Tensor, plan: DevicePlan, gpu: Gpu, config: StagedConfig) -> None:
+    """y_rows = h down^T."""
+    _, hidden, width = down_LHI.shape
+    kernels.run_down[(gpu.num_sms,)](
+        plan.forward_tasks, plan.sizes, ceil_div(width, TILE_N // 2), ceil_div(hidden, TILE_N), rows_in(h_rows, config),
+        weight_rows(down_LHI, config.block_n, config), y_rows, hidden, ceil_div(width, config.block_c), **options(config),
+    )  # fmt: skip
+
+
+def combine(
+    rows: Tensor,
+    plan: DevicePlan,
+    weights_TK: Tensor | None,
+    shared_TH: Tensor | None,
+    shared_scale_T: Tensor | None,
+    out_TH: Tensor,
+) -> None:
+    """out = the sum of each token's rows in slot order, times their weights if given, then of its shared row; one rounding."""
+    tokens, width = out_TH.shape
+    columns = 1024
+    row_kernels.combine_rows[(tokens, ceil_div(width, columns))](
+        rows, plan.row_of_route_N, rows if weights_TK is None else weights_TK, rows if shared_TH is None else shared_TH,
+        rows if shared_scale_T is None else shared_scale_T, out_TH, width, out_TH.stride(0), K=plan.top_k,
+        WEIGHTED=weights_TK is not None, SHARED=shared_TH is not None, SCALED=shared_scale_T is not None,
+        COLUMNS=columns, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def dh(
+    dy_rows: Tensor,
+    down_LHI: Tensor,
+    gate_up_2PI: Tensor,
+    wh_rows: Tensor,
+    partial: Tensor,
+    weights_N: Tensor,
+    plan: DevicePlan,
+    clamp: float,
+    gpu: Gpu,
+    config: StagedConfig,
+) -> None:
+    """From dy_rows and the pre-activations: wh_rows = weight * h, the partial sums of dH * h, and, in place of the
+    pre-activations, their gradients. weights_N: fp32, the factor of each route."""
+    _, hidden, width = down_LHI.shape
+    gate_rows, up_rows = gate_up_2PI
+    kernels.run_dh[(gpu.num_sms,)](
+        plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N), rows_in(dy_rows, config), weight_columns(down_LHI, config),
+        gate_rows, up_rows, wh_rows, gate_rows, up_rows, partial, partial.shape[1], plan.route_of_row_P, weights_N, width,
+        ceil_div(hidden, config.block_c), CLAMP=clamp, **options(config),
+    )  # fmt: skip
+
+
+def dx(
+    d_gate_up_2PI: Tensor,
+    gate_LIH: Tensor,
+    up_LIH: Tensor,
+    dx_rows: Tensor,
+    plan: DevicePlan,
+    gpu: Gpu,
+    config: StagedConfig,
+) -> None:
+    """dx_rows = d(gate) gate + d(up) up."""
+    _, width, hidden = gate_LIH.shape
+    dgate_rows, dup_rows = d_gate_up_2PI
+    kernels.run_dx[(gpu.num_sms,)](
+        plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N), ceil_div(hidden, TILE_N), rows_in(dgate_rows, config),
+        rows_in(dup_rows, config), weight_columns(gate_LIH, config), weight_columns(up_LIH, config), dx_rows, hidden,
+        ceil_div(width, config.block_c), **options(config),
+    )  # fmt: skip
+
+
+def down_gradient(
+    dy_rows: Tensor,
+    wh_rows: Tensor,
+    d_down_LHI: Tensor,
+    started: bool,
+    plan: DevicePlan,
+    gpu: Gpu,
+    config: StagedConfig,
+) -> None:
+    """d_down_LHI = dy^T (weight * h) of each expert's rows, fp32, begun or continued; its rows must be contiguous."""
+    num_experts, hidden, width = d_down_LHI.shape
+    down_tasks, tasks_per_expert = weight_tasks(hidden, width)
+    kernels.run_weights[(gpu.num_sms,)](
+        plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N) + ceil_div(hidden, TILE_N), num_experts, tasks_per_expert,
+        0, down_tasks, left_columns(dy_rows.unsqueeze(0), config), right_columns(wh_rows, config), d_down_LHI, d_down_LHI,
+        d_down_LHI.stride(0), d_down_LHI.stride(0), hidden, width, CONTINUE=started, **options(config),
+    )  # fmt: skip
+
+
+def gate_up_gradients(
+    d_gate_up_2PI: Tensor,
+    x_rows: Tensor,
+    d_gate_LIH: Tensor,
+    d_up_LIH: Tensor,
+    started: bool,
+    plan: DevicePlan,
+    gpu: Gpu,
+    config: StagedConfig,
+) -> None:
+    """d_gate_LIH, d_up_LIH = d_gate_up_2PI[0, 1]^T x of each expert's rows; as `down_gradient`. d_gate_up_2PI: [2, P, I]."""
+    num_experts, width, hidden = d_gate_LIH.shape
+    down_tasks, tasks_per_expert = weight_tasks(hidden, width)
+    kernels.run_weights[(gpu.num_sms,)](
+        plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N) + ceil_div(hidden, TILE_N), num_experts, tasks_per_expert,
+        down_tasks, tasks_per_expert - down_tasks, left_columns(d_gate_up_2PI, config), right_columns(x_rows, config),
+        d_gate_LIH, d_up_LIH, d_gate_LIH.stride(0), d_up_LIH.stride(0), width, hidden, CONTINUE=started, **options(config),
+    )  # fmt: skip
+
+
+def left_columns(rows: Tensor, config: StagedConfig) -> TensorDescriptor:
+    """Row operands [parts, P, M] of a product over rows: blocks [block_c, TILE_M] of one part."""
+    return TensorDescriptor.from_tensor(rows, [1, config.block_c, TILE_M])
+
+
+def right_columns(rows: Tensor, config: StagedConfig) -> TensorDescriptor:
+    """Row operand [P, N] of a product over rows: blocks [block_c, block_n]."""
+    return TensorDescriptor.from_tensor(rows, [config.block_c, config.block_n])
+
+
+def weight_tasks(hidden: int, width: int) -> tuple[int, int]:
+    """(DW_DOWN tasks, all weight-gradient tasks) of one expert."""
+    down_tasks = ceil_div(hidden, TILE_M) * ceil_div(width, TILE_N)
+    return down_tasks, down_tasks + 2 * ceil_div(width, TILE_M) * ceil_div(hidden, TILE_N)
+
+
+def partial_sums(rows: int, width: int, device: torch.device) -> Tensor:
+    """Room for what `dh` leaves per row and 128 columns: fp32."""
+    return torch.empty(rows, ceil_div(width, SUM_COLUMNS), dtype=torch.float32, device=device)
+
+
+@contextmanager
+def plain_rows(gradient: Tensor) -> Iterator[Tensor]:
+    """`gradient` [L, M, N] if its rows follow one another, as the kernels need; else a copy that is written back at the end."""
+    if gradient.stride()[1:] == (gradient.shape[2], 1):
+        yield gradient
+        return
+    copy = gradient.contiguous()
+    yield copy
+    gradient.copy_(copy)
+
+
+def route_weight_gradients(partial: Tensor, plan: DevicePlan, dweights_N: Tensor) -> None:
+    """dweights[n] = the partial sums of its row, added in order; 0 for a masked route."""
+    width = 128
+    row_kernels.sum_partials[(ceil_div(dweights_N.numel(), width),)](
+        partial, plan.row_of_route_N, dweights_N, dweights_N.numel(), partial.shape[1], WIDTH=width, enable_fp_fusion=False
+    )  # fmt: skip

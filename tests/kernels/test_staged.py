@@ -1,0 +1,124 @@
+"""The staged backend against float64, every gradient by name: interpreted here, compiled where there is a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from mok.autograd import Plan, experts
+from mok.backends import staged
+from mok.backends.interface import LayerShape, Options
+from mok.errors import UsageError
+from mok.grid import CallGrid
+from mok.launch import staged as launch
+from tests.cases import CASES, Case, Inputs, make_inputs
+from tests.tolerances import assert_no_worse, assert_same_bits, relative_error
+from tests.unit.test_backends import gradients, plain_moe
+
+CPU = torch.device("cpu")
+RECOMPUTED = ("masked", "clamped", "shared")
+
+
+@pytest.fixture(autouse=True)
+def gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU a small Hopper is pretended, so that programs share the tasks of every launch."""
+    if device.type == "cpu":
+        monkeypatch.setattr(launch, "gpu_of", lambda device: launch.Gpu(90, 3, 232448))
+
+
+def fit(case: Case, device: torch.device) -> Case:
+    """A clamp that bf16 can hold, so that plain torch's bf16 clamp opens the same gates; and fewer experts for the interpreter,
+    which needs a second for some twenty tiles."""
+    case = replace(case, clamp=0.0625 if case.clamp else 0.0)
+    return case if device.type == "cuda" else replace(case, experts=min(case.experts, 4), top_k=min(case.top_k, 4))
+
+
+def on(device: torch.device, inputs: Inputs) -> Inputs:
+    """The same call with its leaves on `device`."""
+    moved = {name: value.detach().to(device).requires_grad_() for name, value in inputs.differentiable().items()}
+    return replace(inputs, **moved, ids_TK=inputs.ids_TK.to(device), dy_TH=inputs.dy_TH.to(device))
+
+
+def staged_moe(inputs: Inputs, options: Options) -> Tensor:
+    width, hidden = inputs.gate_EIH.shape[1:]
+    shape = LayerShape(hidden, width, inputs.gate_EIH.shape[0], inputs.ids_TK.shape[1])
+    schedule = staged.build_schedule(inputs.ids_TK, shape, CallGrid(), options)
+    shared = None if inputs.shared_gate_up_JH is None else (inputs.shared_gate_up_JH, inputs.shared_down_HS)
+    weights = (inputs.gate_EIH, inputs.up_EIH, inputs.down_EHI)
+    return experts(inputs.x_TH, inputs.weights_TK, weights, Plan(staged, schedule, options), shared, inputs.shared_scale_T)
+
+
+def compare(case: Case, device: torch.device, recompute: str = "none") -> None:
+    factor = 1.1 if case.tokens > 8 else 2.0  # of single rows nothing averages the two errors
+    inputs = make_inputs(case, torch.bfloat16)
+    exact, plain = inputs.to(torch.float64, torch.float64), inputs.to(torch.bfloat16, torch.float32)
+    inputs = on(device, inputs) if device.type == "cuda" else inputs
+    y = staged_moe(inputs, Options(case.clamp, recompute))
+    y_exact, y_plain = plain_moe(exact, case.clamp), plain_moe(plain, case.clamp)
+    assert_no_worse(f"{case.name} y", y.cpu(), y_exact, y_plain, factor)
+    wanted, allowed = gradients(exact, y_exact), gradients(plain, y_plain)
+    for name, gradient in gradients(inputs, y).items():
+        assert_no_worse(f"{case.name} d{name}", gradient.cpu(), wanted[name], allowed[name], factor)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.hidden % 16 == 0 and case.width % 16 == 0], ids=lambda case: case.name
+)
+def test_no_worse_than_plain_torch(case: Case, device: torch.device) -> None:
+    case = fit(case, device)
+    compare(case, device, "all" if case.name in RECOMPUTED else "none")
+
+
+def test_second_backward_is_refused(device: torch.device) -> None:
+    """The first one has overwritten what was kept."""
+    inputs = make_inputs(fit(Case("twice", tokens=5), device), torch.bfloat16)
+    inputs = on(device, inputs)
+    y = staged_moe(inputs, Options())
+    y.backward(inputs.dy_TH, retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(inputs.dy_TH)
+
+
+def test_main_gradients_are_continued(device: torch.device) -> None:
+    """Two calls through `main_grad` add up, and an expert without rows keeps its bytes."""
+    case = fit(Case("carried", tokens=21, top_k=1, experts=4, routing="half"), device)
+    inputs = on(device, make_inputs(case, torch.bfloat16))
+    weights = {name: getattr(inputs, name) for name in ("gate_EIH", "up_EIH", "down_EHI")}
+    once = dict(zip(weights, torch.autograd.grad(staged_moe(inputs, Options()), weights.values(), inputs.dy_TH), strict=True))
+    for weight in weights.values():
+        weight.main_grad = torch.full(weight.shape, 0.5, device=device)
+    staged_moe(inputs, Options()).backward(inputs.dy_TH)
+    for name, weight in weights.items():
+        assert weight.grad is None
+        assert relative_error(weight.main_grad - 0.5, once[name]) < 4e-3, name
+        assert_same_bits(name, weight.main_grad[2:], torch.full_like(weight.main_grad[2:], 0.5))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "reason"),
+    [
+        (LayerShape(1025, 48, 8, 2), torch.bfloat16, "hidden size 1025: must be a multiple of 16"),
+        (LayerShape(64, 37, 8, 2), torch.bfloat16, "intermediate size 37"),
+        (LayerShape(64, 48, 8, 2, shared_size=8), torch.bfloat16, "shared intermediate size 8"),
+        (LayerShape(64, 48, 8, 2, ranks=2), torch.bfloat16, "2 ranks"),
+        (LayerShape(64, 48, 8, 2), torch.float32, "torch.float32"),
+        (LayerShape(64, 48, 8, 2), torch.bfloat16, "device cpu: needs a CUDA device"),
+    ],
+)
+def test_says_why_it_cannot_run(shape: LayerShape, dtype: torch.dtype, reason: str) -> None:
+    assert any(reason in found for found in staged.why_not(shape, dtype, CPU))
+
+
+def test_configuration_fits_the_device() -> None:
+    """Fewer columns, then fewer stages and shorter steps; the same answer every time; never more than there is."""
+    for limit in (49152, 65536, 101376, 166912, 232448):
+        gpu = launch.Gpu(90, 132, limit)
+        config = launch.choose_config(gpu)
+        assert config.shared_memory_bytes <= limit
+        assert config == launch.choose_config(gpu)
+    assert launch.choose_config(launch.Gpu(90, 132, 232448)) == launch.StagedConfig(256, 64, 3)
+    with pytest.raises(UsageError, match="16384 bytes of shared memory"):
+        launch.choose_config(launch.Gpu(90, 132, 16384))
