@@ -46,8 +46,15 @@ test-gpu: install  ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu
 
 .PHONY: test-interop
-test-interop: install  ## Run the comparisons with other libraries
+test-interop: install .venv-interop/installed  ## Run the comparisons with other libraries
 	$(BIN)/python -m pytest -q -m interop
+
+# transformers 4 cannot live beside 5, so it has an environment of its own; the torch of both is the same.
+.venv-interop/installed: constraints.txt
+	$(PYTHON) -m venv --clear .venv-interop
+	.venv-interop/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		torch 'transformers==4.57.6' safetensors
+	@touch $@
 
 .PHONY: test-triton
 test-triton: install  ## Compile every kernel for each GPU generation and run the kernel tests

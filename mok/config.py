@@ -315,6 +315,16 @@ class Recipe:
                     "write for example bpe:512",
                 )
             )
+        if model.init != "random" and not (model.init.startswith("hf:") and model.init != "hf:"):
+            found.append(("model.init", f'"{model.init}" is neither random nor hf:DIR', "write random, or hf: and a folder"))
+        if model.init.startswith("hf:") and self.data.tokenizer.startswith("bpe:"):
+            found.append(
+                (
+                    "data.tokenizer",
+                    "a tokenizer trained on the data has other ids than the weights of model.init",
+                    f"use {model.init.removeprefix('hf:')}/tokenizer.json",
+                )
+            )
         if moe.shared_gate and not moe.num_shared_experts:
             found.append(("moe.shared_gate", "is set but moe.num_shared_experts is 0", "set num_shared_experts"))
         return found

@@ -21,6 +21,7 @@ __all__ = ["COMMANDS", "cli", "main"]
 
 # name -> (where the command is, what it does); the second is here too so that `mok --help` imports no command.
 COMMANDS: dict[str, tuple[str, str]] = {
+    "export": ("mok_cli.export:export", "Write a run as a Hugging Face model."),
     "probe-topology": ("mok_cli.probe_topology:probe_topology", "Show GPUs and links; advise on expert groups."),
     "train": ("mok_cli.train:train", "Train a model from a recipe."),
     "sample": ("mok_cli.sample:sample", "Write text with a trained model."),
