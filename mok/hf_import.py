@@ -21,10 +21,10 @@ from mok.errors import CheckpointError, UsageError
 from mok.hf_layout import family_of_config, recipe_differences, tensor_shapes
 from mok.safetensors_files import DTYPES, SafetensorsFolder, listed, load_json
 
-__all__ = ["HfWeights", "init_folder"]
+__all__ = ["HfWeights", "config_folder"]
 
 
-def init_folder(init: str) -> Path | None:
+def config_folder(init: str) -> Path | None:
     """The folder that `model.init` names, or None where weights start at random."""
     return Path(init.removeprefix("hf:")).expanduser() if init.startswith("hf:") else None
 
