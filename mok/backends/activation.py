@@ -1,4 +1,4 @@
-"""SiLU of half a matrix, with the same bits for any number of threads; see `silu`."""
+"""SiLU and its derivative on half a matrix, with the same bits for any number of threads; see `silu`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["silu"]
+__all__ = ["silu", "silu_backward"]
 
 _GRAIN = 32768
 """Elements up to which ATen's element-wise CPU kernels use one thread (at::internal::GRAIN_SIZE)."""
@@ -20,12 +20,26 @@ def silu(gate_TI: Tensor) -> Tensor:
     may differ. Threads share the elements evenly, which would move that border with their number wherever they cannot share
     pairs of rows; there it is done in pieces that stay on one thread.
     """
+    step = _piece_rows(gate_TI)
+    if not step:
+        return F.silu(gate_TI)
+    out_TI = torch.empty_like(gate_TI, memory_format=torch.contiguous_format)
+    for out, gate in zip(out_TI.split(step), gate_TI.split(step), strict=True):
+        torch.ops.aten.silu.out(gate, out=out)
+    return out_TI
+
+
+def silu_backward(dy_TI: Tensor, gate_TI: Tensor, out_TI: Tensor) -> None:
+    """out = dy * s * (1 + x * (1 - s)) with s = 1 / (1 + exp(-x)), all of it as in `silu`; fp32."""
+    step = _piece_rows(gate_TI) or max(gate_TI.shape[0], 1)
+    for out, dy, gate in zip(out_TI.split(step), dy_TI.split(step), gate_TI.split(step), strict=True):
+        torch.ops.aten.silu_backward.grad_input(dy, gate, grad_input=out)
+
+
+def _piece_rows(gate_TI: Tensor) -> int:
+    """Rows of one piece; 0 where the whole can be done at once."""
     rows, width = gate_TI.shape
     threads = min(torch.get_num_threads(), -(-rows * width // _GRAIN))
     if not gate_TI.is_cpu or threads <= 1 or rows % (2 * threads) == 0:
-        return F.silu(gate_TI)
-    out_TI = torch.empty_like(gate_TI, memory_format=torch.contiguous_format)
-    step = max(2, _GRAIN // width // 2 * 2)
-    for start in range(0, rows, step):
-        out_TI[start : start + step] = F.silu(gate_TI[start : start + step])
-    return out_TI
+        return 0
+    return max(2, _GRAIN // width // 2 * 2)

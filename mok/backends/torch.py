@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mok.backends.activation import silu
+from mok.backends.activation import silu, silu_backward
 from mok.backends.interface import ExpertWeights, InputGrads, LayerShape, Options, SharedGrads
 from mok.errors import MokError
 from mok.gradients import GradBuffers
@@ -264,8 +264,7 @@ def _swiglu_backward(
     """From dh, fp32 and unweighted (it is overwritten): d(gate) and d(up) [P, J], and the hidden rows, all three times the
     row's weight, in the dtype of gate_up; and the gradient of that weight [P], fp32.
 
-    d(hidden)/d(gate) = up * sigmoid * (1 + gate * (1 - sigmoid)) = (up - hidden) * sigmoid + hidden, where
-    sigmoid is written with exp, since ATen's own gives an element other bits at the end of a vector than inside it.
+    d(hidden)/d(gate) = up * sigmoid * (1 + gate * (1 - sigmoid)).
     """
     dtype = gate_up_PJ.dtype
     gate_PI, up_PI = _clamped(gate_up_PJ, clamp)
@@ -276,17 +275,15 @@ def _swiglu_backward(
         weights_P1 = weights_P.unsqueeze(1)
         dh_PI.mul_(weights_P1)
         scaled_hidden_PI = torch.mul(act.hidden_PI, weights_P1, out=scratch_PI)
-    d_gate_up_PJ = torch.empty_like(gate_up_PJ)
+    d_gate_up_PJ = torch.empty(gate_up_PJ.shape, dtype=torch.float32, device=gate_up_PJ.device)
     d_gate_PI, d_up_PI = d_gate_up_PJ.chunk(2, dim=1)
-    _multiply_into(d_up_PI, dh_PI, act.silu_PI)
-    denominator_PI = torch.neg(gate_PI).exp_().add_(1.0)
-    slope_PI = torch.sub(up_PI, act.hidden_PI).div_(denominator_PI).add_(act.hidden_PI)
-    _multiply_into(d_gate_PI, dh_PI, slope_PI)
+    torch.mul(dh_PI, act.silu_PI, out=d_up_PI)
+    silu_backward(dh_PI.mul_(up_PI), gate_PI, d_gate_PI)
     if clamp:
         raw_gate_PI, raw_up_PI = gate_up_PJ.chunk(2, dim=1)
         d_gate_PI.masked_fill_(raw_gate_PI > clamp, 0)
         d_up_PI.masked_fill_(raw_up_PI.abs() > clamp, 0)
-    return d_gate_up_PJ, scaled_hidden_PI.to(dtype), dweights_P
+    return d_gate_up_PJ.to(dtype), scaled_hidden_PI.to(dtype), dweights_P
 
 
 def _clamped(gate_up_PJ: Tensor, clamp: float) -> tuple[Tensor, Tensor]:
@@ -294,14 +291,6 @@ def _clamped(gate_up_PJ: Tensor, clamp: float) -> tuple[Tensor, Tensor]:
     if clamp:
         return gate_PI.clamp(max=clamp), up_PI.clamp(-clamp, clamp)
     return gate_PI, up_PI
-
-
-def _multiply_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out = a * b in fp32, rounded once to the dtype of `out`."""
-    if out.dtype == a.dtype:
-        torch.mul(a, b, out=out)
-    else:
-        out.copy_(a * b)
 
 
 def _row_sum(values_PI: Tensor) -> Tensor:
