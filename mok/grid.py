@@ -7,12 +7,13 @@ The words are those of `docs/numerics.md`. Read next: `mok/gradients.py`, which 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mok.config import Recipe
 from mok.errors import UsageError
 
-__all__ = ["Call", "CallGrid", "Grid", "Layout"]
+__all__ = ["Call", "CallGrid", "Grid", "Layout", "split_ranks"]
 
 
 @dataclass(frozen=True)
@@ -222,3 +223,17 @@ class Layout:
         num_slices = sum(stop - start for _, start, stop in blocks)
         call = CallGrid(num_slices, grid.segment, tuple(lane_of_segment), self.ep, self.member)
         return Call(call, tuple(slices), tuple(cells))
+
+
+def split_ranks(recipe: Recipe, world_size: int) -> tuple[int, int]:
+    """(replicas, ranks of an expert-parallel group) of a launch. moe.ep = auto takes the largest group that shares the experts
+    evenly. Raises UsageError where the ranks are no multiple of the group."""
+    ep = recipe.moe.ep
+    if not isinstance(ep, int):
+        ep = math.gcd(recipe.moe.num_experts, world_size)
+    if world_size % ep:
+        raise UsageError(
+            f"moe.ep = {ep} ranks share the experts, so the ranks of a launch must be a multiple of {ep}, and {world_size} are "
+            f"not; use {-(-world_size // ep) * ep}, or another moe.ep"
+        )
+    return world_size // ep, ep

@@ -12,8 +12,7 @@ from typing import Any
 
 from mok import shapes
 from mok.config import Recipe
-from mok.errors import UsageError
-from mok.grid import Grid, Layout
+from mok.grid import Grid, Layout, split_ranks
 from mok.recipe import Resolved
 from mok_cli.output import Output
 
@@ -51,7 +50,9 @@ def price(recipe: Recipe, world_size: int | None = None) -> Price:
 
     Raises UsageError where the ranks do not fit the recipe.
     """
-    ep, replicas = _ranks(recipe, world_size)
+    # Without a number of ranks: one group, which moe.ep = auto makes one rank.
+    ep = recipe.moe.ep
+    replicas, ep = split_ranks(recipe, world_size or (ep if isinstance(ep, int) else 1))
     layout = Layout(Grid.of(recipe, replicas, ep), replicas, ep)
     vocab_size = shapes.vocabulary(recipe)
     steps, every = recipe.train.steps, recipe.checkpoint.every
@@ -107,20 +108,6 @@ def show_price(resolved: Resolved, price: Price, output: Output) -> None:
     ]:
         output.line(f"{label:<17} {text}".rstrip())
     output.report(_as_json(resolved, price))
-
-
-def _ranks(recipe: Recipe, world_size: int | None) -> tuple[int, int]:
-    """(ranks of a group, replicas) on `world_size` ranks."""
-    ep = recipe.moe.ep
-    if not isinstance(ep, int):  # "auto": the largest group that shares the experts evenly
-        ep = math.gcd(recipe.moe.num_experts, world_size or 1)
-    world_size = world_size or ep
-    if world_size % ep:
-        raise UsageError(
-            f"--world-size {world_size}: moe.ep = {ep} ranks share the experts, so the ranks must be a multiple of {ep}; "
-            f"use {-(-world_size // ep) * ep}, or another moe.ep"
-        )
-    return ep, world_size // ep
 
 
 def _slices_per_call(recipe: Recipe, layout: Layout) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from mok_cli.output import Output, examples, json_option
@@ -19,6 +17,7 @@ __all__ = ["train"]
 @click.option("--seed", type=int, metavar="N", help="Short for --set seed=N.")
 @click.option("--resume", default="never", show_default=True, metavar="never|auto|PATH", help="Go on from a checkpoint.")
 @click.option("--allow-changes", is_flag=True, help="Resume although keys that change the training differ.")
+@click.option("--nproc", type=click.IntRange(min=1), metavar="N", help="Start N ranks on this machine.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @click.option(
     "--max-minutes", type=click.FloatRange(min=0), default=0.0, metavar="M", help="Save and stop after about M minutes."
@@ -34,6 +33,7 @@ def train(
     seed: int | None,
     resume: str,
     allow_changes: bool,
+    nproc: int | None,
     device: str,
     max_minutes: float,
     dry_run: bool,
@@ -43,9 +43,9 @@ def train(
     """Train RECIPE, the name of a shipped recipe or the path of a TOML file.
 
     Everything is written to the folder of the run: metrics, samples, checkpoints and the recipe with all defaults filled in.
-    Ctrl-C finishes the step, saves and exits with 130.
+    Ctrl-C finishes the step, saves and exits with 130. With --nproc, or under torchrun, many ranks train the same bytes.
     """
-    from mok.errors import UsageError
+    from mok.errors import Interrupted, UsageError
     from mok.recipe import resolve
 
     resolved = resolve(recipe, overrides, seed=seed, steps=steps)
@@ -56,25 +56,33 @@ def train(
         return
     if world_size is not None:
         raise UsageError("--world-size is for --dry-run; leave it out to train")
-    ep = resolved.recipe.moe.ep if isinstance(resolved.recipe.moe.ep, int) else 1
-    if ep > 1:
-        raise UsageError(f"moe.ep = {ep}: the experts are shared by {ep} ranks, but one process was started; set moe.ep = 1")
-
+    from mok.grid import Layout, split_ranks
+    from mok.train.processes import launch, launched_ranks, met
     from mok.train.run_folder import plan_start
 
-    start = plan_start(resolved.recipe, resolved.name, out, resume, allow_changes, replicas=1, ep=1)
-    metrics = _run(start, device, output, max_minutes)
-    output.report({"out": str(start.folder.path), "metrics": metrics})
+    launched = launched_ranks()
+    if launched is not None and nproc is not None:
+        raise UsageError(f"--nproc {nproc}: a launcher has started {launched[1]} ranks already; leave it out")
+    rank, world_size = launched or (0, nproc or 1)
+    replicas, ep = split_ranks(resolved.recipe, world_size)
+    start = plan_start(resolved.recipe, resolved.name, out, resume, allow_changes, replicas, ep)
+    Layout(start.grid, replicas, ep, rank)
+    if launched is None and world_size > 1:
+        # The same words for every rank, and the one folder that the clock has given a name.
+        words = ["train", recipe, "--out", str(start.folder.path), "--resume", resume, "--device", device]
+        words += [word for override in overrides for word in ("--set", override)]
+        words += [f"--{name}={value}" for name, value in (("steps", steps), ("seed", seed)) if value is not None]
+        words += ["--allow-changes"] * allow_changes + [f"--max-minutes={max_minutes}"]
+        words += [] if output.destination is None else [f"--json={output.destination}"]
+        raise SystemExit(launch("mok_cli", words, world_size))
+    try:
+        with met(start, replicas, ep, device) as (agreed, ranks, chosen):
+            from mok.train.loop import train as train_run
 
-
-def _run(start: Any, device: str, output: Output, max_minutes: float) -> dict[str, Any]:
-    from mok.determinism.fingerprint import prepare_cuda
-    from mok.grid import Layout
-    from mok.train.device import choose_device
-    from mok.train.loop import train as train_run
-    from mok.train.ranks import OneRank
-
-    chosen = choose_device(device)
-    if chosen.type == "cuda":
-        prepare_cuda()
-    return train_run(start, OneRank(Layout(start.grid)), chosen, output.console(), max_minutes=max_minutes)
+            metrics = train_run(agreed, ranks, chosen, output.console(), max_minutes=max_minutes)
+    except Interrupted:
+        if rank:
+            raise SystemExit(Interrupted.exit_code) from None
+        raise
+    if rank == 0:
+        output.report({"out": str(agreed.folder.path), "metrics": metrics})

@@ -16,22 +16,28 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from mok.checkpoint import Writers
+from mok.determinism.fingerprint import prepare_cuda
 from mok.errors import Interrupted, MokError, RankError
 from mok.gradients import Exchange
 from mok.grid import Layout
 from mok.model.transformer import Group
+from mok.train.device import choose_device
+from mok.train.ranks import OneRank, Ranks
 from mok.train.reduction import OrderedReduction
+from mok.train.run_folder import Start
 from mok.train.watch import Watch
 from mok.transport.collective import CollectiveTransport
 from mok.transport.progress import Progress
 
-__all__ = ["LaunchedRanks", "assemble", "join", "launch", "launched_ranks", "use_private_triton_cache"]
+__all__ = ["LaunchedRanks", "assemble", "join", "launch", "launched_ranks", "met"]
 
 
 T = TypeVar("T")
@@ -65,7 +71,8 @@ class LaunchedRanks:
         self._control = control
         positions, lanes = mesh.get_group("ep"), mesh.get_group("replica")
         self.group = Group(layout.ep, layout.member, CollectiveTransport(positions, progress) if layout.ep > 1 else None)
-        self.exchange: Exchange = OrderedReduction(positions, lanes, progress)
+        self.exchange: Exchange | None = OrderedReduction(positions, lanes, progress)
+        self.writers = Writers(layout.rank, partial(self.gather, stage="save"), control)
 
     def gather(self, value: T, stage: str = "agreement") -> list[T]:
         """The value of every rank, in rank order; small and picklable."""
@@ -73,6 +80,9 @@ class LaunchedRanks:
         with self.progress.waiting(stage):
             dist.all_gather_object(values, value, group=self._control)
         return values
+
+    def enter(self, stage: str, step: int | None = None) -> None:
+        self.progress.enter(stage, step)
 
     def agree(self, problem: str, stage: str) -> None:
         """Nobody goes on until all have come here, and then all or none do: call it after a set-up that may fail on one rank.
@@ -89,6 +99,9 @@ class LaunchedRanks:
         try:
             yield
         except Interrupted:
+            # All ranks stop after the same step. Whoever is first must not have the rest ended by the launcher's SIGTERM.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self.gather(None, "end")
             raise
         except Exception as error:
             if self.progress.waits and (lost := self.watch.explain(error)) is not None:
@@ -137,6 +150,30 @@ def assemble(layout: Layout, device: torch.device, timeout_s: float) -> Launched
     if odd is not None:
         raise RankError(f"rank {odd} was started with another layout than rank 0: {layouts[odd]} against {layouts[0]}")
     return ranks
+
+
+@contextmanager
+def met(start: Start, replicas: int, ep: int, device_name: str) -> Iterator[tuple[Start, Ranks, torch.device]]:
+    """Around the work of this process of a launch: (how the run begins, the ranks, this rank's device).
+
+    start: as this rank planned it; rank 0's is taken by all. replicas, ep: the launch. device_name: auto, cpu or cuda; on CUDA
+    each rank of a machine takes its own. Raises RankError where the ranks cannot meet or one of them is lost.
+    """
+    use_private_triton_cache()
+    launched = launched_ranks()
+    rank = launched[0] if launched else 0
+    device = choose_device(device_name)
+    if device.type == "cuda":
+        prepare_cuda()
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    layout = Layout(start.grid, replicas, ep, rank)
+    if layout.world_size == 1:
+        yield start, OneRank(layout), device
+        return
+    ranks = join(layout, device, start.recipe.distributed.timeout_s)
+    with ranks.guard():
+        # A default folder has the time in its name, and only rank 0 may look at a folder before it writes there.
+        yield ranks.gather(start, "start")[0], ranks, device
 
 
 def use_private_triton_cache() -> str:

@@ -32,6 +32,9 @@ class Ranks(Protocol):
     def gather(self, value: T) -> list[T]:
         """The value of every rank, in rank order; small Python values, known to all ranks afterwards."""
 
+    def enter(self, stage: str, step: int | None = None) -> None:
+        """This rank now works on `stage` (of `step`): what the others read if it never comes back."""
+
 
 class OneRank:
     """A launch of one process."""
@@ -44,3 +47,6 @@ class OneRank:
 
     def gather(self, value: T) -> list[T]:
         return [value]
+
+    def enter(self, stage: str, step: int | None = None) -> None:
+        """Nobody waits for the only rank."""

@@ -87,6 +87,7 @@ def train_step(state: TrainState, batches: Batches, observer: Observer | None = 
     recipe, model, store = state.recipe, state.model, state.store
     step = state.step + 1
     lr = learning_rate(recipe.optim, step, recipe.train.steps)
+    state.ranks.enter("data", step)
     loaded = [batches.of(state.samples, call) for call in state.calls]
     tokens = sum(state.ranks.gather(sum(int((targets != IGNORED).sum()) for _, targets in loaded)))
     if tokens == 0:
@@ -95,6 +96,7 @@ def train_step(state: TrainState, batches: Batches, observer: Observer | None = 
     num_slices = state.ranks.layout.grid.num_slices
     sums = _Sums()
     store.begin_step()
+    state.ranks.enter("layers")
     if observer is not None:
         observer.begin(step)
     for call, (inputs, targets) in zip(state.calls, loaded, strict=True):
@@ -121,6 +123,7 @@ def train_step(state: TrainState, batches: Batches, observer: Observer | None = 
             sums.balance.append(torch.stack([layer.balance_loss_C.detach() for layer in stats]))
             sums.z.append(torch.stack([layer.z_loss_C.detach() for layer in stats]))
             sums.counts.append(torch.stack([layer.counts_CE.sum(0) for layer in stats]))
+    state.ranks.enter("gradients")
     store.finish(state.ranks.exchange)
     state.clear_frozen_gradients()
     report = _report(state, sums, tokens, lr)
@@ -131,6 +134,7 @@ def train_step(state: TrainState, batches: Batches, observer: Observer | None = 
         raise NonFiniteError(f"the {what} is not finite; nothing was updated; lower optim.lr, or look at the saved batch")
     clip = recipe.optim.clip_norm
     scale = clip / report.grad_norm if clip and report.grad_norm > clip else 1.0
+    state.ranks.enter("optimizer")
     state.optimizer.step(step, lr, scale)
     state.restore_frozen_values()
     if recipe.moe.correction_bias:

@@ -1,0 +1,180 @@
+"""One arm of a verification, in a process of its own: `python -m mok.determinism.arm SPEC.json`.
+
+Trains a recipe as `mok train` would, with a recorder attached and what its spec asks to be disturbed; leaves traces, the
+tensor that diverged, the digest of the final state and the environment in its folder. Started by `mok/determinism/axes.py`,
+which says what is in a spec.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import save_file
+
+from mok import recipe as recipes
+from mok.config import Recipe
+from mok.determinism.axes import Arm
+from mok.determinism.digest import digest
+from mok.determinism.faults import Flip, flip_bit, jitter, misalign, parse_injection, swap_order
+from mok.determinism.fingerprint import fingerprint
+from mok.determinism.layer import LAYER_CHECKS
+from mok.determinism.observe import StepObserver
+from mok.determinism.trace import Key, Recorder, Trace, read_trace
+from mok.errors import MokError, UsageError
+from mok.gradients import Bank
+from mok.grid import Layout, split_ranks
+from mok.train.loop import Run
+from mok.train.processes import launch, launched_ranks, met
+from mok.train.run_folder import plan_start
+
+__all__ = ["main"]
+
+JITTER_S = 0.02
+JITTER_SHARE = 0.02
+"""One tensor in fifty waits for up to 20 ms: a tenth of a second in a step of the toy, more than all its exchanges take."""
+
+
+class EnoughError(Exception):
+    """The last step that was asked for is done."""
+
+
+class Keeper:
+    """Saves one tensor of this rank: the one asked for, or the first that is not as expected."""
+
+    def __init__(self, path: Path, expected: Trace | None, wanted: Key | None) -> None:
+        self._path, self._expected, self._wanted = path, expected, wanted
+        self._done = False
+
+    def __call__(self, key: Key, tensor: torch.Tensor) -> None:
+        if self._done:
+            return
+        if key == self._wanted or (self._expected is not None and self._expected.records.get(key) != digest(tensor)):
+            self._done = True
+            self._path.parent.mkdir(exist_ok=True)
+            place = {"step": str(key.step), "phase": key.phase, "name": key.name}
+            save_file({"tensor": tensor.detach().cpu().contiguous().clone()}, self._path, place)
+
+
+class Flipper:
+    """Flips the bit of a Flip in one process: the rank that is the only one, or the first, to have the tensor."""
+
+    def __init__(self, flip: Flip, layout: Layout) -> None:
+        self._flip, self._layout = flip, layout
+        self.names: set[str] = set()
+        self.done = False
+
+    def __call__(self, key: Key, tensor: torch.Tensor) -> None:
+        if key.step == self._flip.step:
+            self.names.add(key.name)
+        if (key.step, key.name) != (self._flip.step, self._flip.name) or self.done or not self._is_first(key.name):
+            return
+        flip_bit(tensor, self._flip.bit)
+        self.done = True
+
+    def _is_first(self, name: str) -> bool:
+        if "[slice " in name:
+            return True
+        return self._layout.rank == 0 or (".experts." in name and self._layout.replica == 0)
+
+
+def main(path: str) -> int:
+    """Run the arm that the spec at `path` describes; returns the exit code."""
+    spec = json.loads(Path(path).read_text(encoding="utf-8"))
+    arm = Arm(**spec["arm"])
+    if arm.nproc > 1 and launched_ranks() is None:
+        return launch("mok.determinism.arm", [path], arm.nproc)
+    folder = Path(spec["folder"])
+    recipe = recipes.load(spec["recipe"], [f"{key}={value}" for key, value in arm.changes.items()])
+    if arm.layer_check:
+        write_json(folder / "result.json", layer_check(arm, recipe, torch.device(spec["device"])))
+    else:
+        train(spec, arm, recipe, folder)
+    return 0
+
+
+def train(spec: dict[str, Any], arm: Arm, recipe: Recipe, folder: Path) -> None:
+    if arm.misalign:
+        misalign(Bank)
+    replicas, ep = split_ranks(recipe, arm.nproc)
+    planned = plan_start(recipe, "arm", str(folder / "run"), "auto", False, replicas, ep)
+    with met(planned, replicas, ep, spec["device"]) as (start, ranks, device):
+        layout = ranks.layout
+        run = Run(start, ranks, device, Console(file=io.StringIO()))
+        fault = parse_injection(arm.inject) if arm.inject else ""
+        flipper = Flipper(fault, layout) if isinstance(fault, Flip) else None
+        if isinstance(fault, str) and fault:
+            swap_order(fault == "clock", lambda: run.state.step >= recipe.train.steps // 2)
+        expected = read_trace(Path(spec["expected"]) / "trace") if spec["expected"] else None
+        wanted = Key(*spec["keep"]) if spec["keep"] else None
+        watchers: list[Callable[[Key, torch.Tensor], None]] = [flipper] if flipper else []
+        if arm.jitter:
+            watchers.append(jitter(JITTER_S, JITTER_SHARE))
+        if expected is not None or wanted is not None:
+            watchers.append(Keeper(folder / "kept" / f"rank_{layout.rank:05d}.safetensors", expected, wanted))
+        traces = folder / "trace"
+        traces.mkdir(exist_ok=True)
+        with (traces / f"rank_{layout.rank:05d}.jsonl").open("a", encoding="utf-8") as sink:
+            recorder = Recorder(sink, rank=layout.rank, activations=spec["activations"], watchers=watchers)
+            run.observer = UntilObserver(recorder, run.state.model, spec["until"])
+            try:
+                metrics = run.train()
+            except EnoughError:
+                return
+        if flipper is not None and not any(ranks.gather(flipper.done)):
+            names = ", ".join(sorted(flipper.names)[:8])
+            raise UsageError(f"--inject {arm.inject}: step {flipper_step(fault)} has no such tensor; it has {names}, ...")
+        if layout.rank == 0:
+            write_json(folder / "fingerprint.json", fingerprint(device=device.type))
+            write_json(folder / "result.json", {"state_sha256": metrics["state_sha256"]})
+
+
+def flipper_step(fault: Flip | str) -> int:
+    return fault.step if isinstance(fault, Flip) else 0
+
+
+class UntilObserver(StepObserver):
+    """Ends the run after step `until`; 0 for never."""
+
+    def __init__(self, recorder: Recorder, model: Any, until: int) -> None:
+        super().__init__(recorder, model)
+        self._until = until
+        self._now = 0
+
+    def begin(self, step: int) -> None:
+        self._now = step
+        super().begin(step)
+
+    def updated(self, tensors: Any) -> None:
+        super().updated(tensors)
+        if self._now == self._until:
+            raise EnoughError
+
+
+def layer_check(arm: Arm, recipe: Recipe, device: torch.device) -> dict[str, Any]:
+    found = LAYER_CHECKS[arm.layer_check](recipe, device)
+    divergence = None
+    if found.divergence is not None:
+        phase, name, difference = found.divergence
+        divergence = {"phase": phase, "tensor": name, "difference": dataclasses.asdict(difference)}
+    return {"num_tensors": found.num_tensors, "num_bytes": found.num_bytes, "divergence": divergence}
+
+
+def write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    try:
+        code = main(sys.argv[1])
+    except MokError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        code = error.exit_code
+    sys.exit(code)
