@@ -70,7 +70,7 @@ def device_facts(device: torch.device) -> DeviceFacts | None:
         properties.name,
         (properties.major, properties.minor),
         properties.multi_processor_count,
-        properties.shared_memory_per_block_optin,
+        properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # missing in the stubs
     )
 
 
