@@ -20,9 +20,9 @@ __all__ = ["AUTO", "BACKENDS", "choose"]
 
 BACKENDS = {
     "reference": "mok.backends.reference",
-    "staged": "mok.backends.staged",
     "torch": "mok.backends.torch",
     "mega": "mok.backends.mega",
+    "staged": "mok.backends.staged",
 }
 """Name -> module."""
 
