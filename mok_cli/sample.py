@@ -26,10 +26,7 @@ def sample(
     device: str,
     output: Output,
 ) -> None:
-    """Write text with a trained model.
-
-    RUN is a run folder or a checkpoint in one.
-    """
+    """Continue a prompt with the model of RUN, a run folder or a checkpoint in one."""
     from pathlib import Path
 
     from mok.train.device import choose_device

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mok.backends.interface import ExpertWeights, InputGrads, LayerShape, Options
+from mok.backends.interface import ExpertWeights, InputGrads, LayerShape, Options, SharedGrads
 from mok.errors import UsageError
 from mok.gradients import GradBuffers
 from mok.grid import CallGrid
 
 if TYPE_CHECKING:  # Triton is missing on some systems, and `why_not` must be able to say so
     from mok.launch.config import KernelConfig
-    from mok.launch.mega import Gradients
+    from mok.launch.mega import Backward, Gradients, Weights
     from mok.launch.plan import DevicePlan
 
 __all__ = ["MegaSchedule", "Saved", "backward", "build_schedule", "forward", "why_not"]
@@ -29,11 +29,13 @@ __all__ = ["MegaSchedule", "Saved", "backward", "build_schedule", "forward", "wh
 
 @dataclass(frozen=True)
 class MegaSchedule:
-    """What a call is walked by: the grid, the device's plan, and the settings the plan's order was made for."""
+    """What a call is walked by: the grid, the device's plan, and the settings the plan's order was made for. shared_plan: that
+    of the shared experts, one expert that every token goes to."""
 
     grid: CallGrid
     plan: DevicePlan
     config: KernelConfig
+    shared_plan: DevicePlan | None
 
     @property
     def counts_CE(self) -> Tensor:
@@ -54,6 +56,12 @@ class Saved:
     down_LHI: Tensor
     gate_rows: Tensor | None
     up_rows: Tensor | None
+    shared_gate_1SH: Tensor | None
+    shared_up_1SH: Tensor | None
+    shared_down_1HS: Tensor | None
+    shared_scale_T: Tensor | None
+    shared_gate_rows: Tensor | None
+    shared_up_rows: Tensor | None
 
 
 def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device) -> list[str]:
@@ -70,8 +78,6 @@ def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device) -> list
     reasons = [UNSUPPORTED] if UNSUPPORTED else []
     if dtype != torch.bfloat16:
         reasons.append(f"dtype {dtype}: computes in torch.bfloat16 only")
-    if shape.shared_size:
-        reasons.append("shared experts are not part of its launch yet: use moe.backend = staged or torch")
     return reasons + config_why_not(_config(shape, device), shape, facts)
 
 
@@ -81,17 +87,16 @@ def build_schedule(expert_ids_TK: Tensor, shape: LayerShape, grid: CallGrid, opt
     from mok.launch.plan import plan_on_device
 
     config = options.kernel or _config(shape, expert_ids_TK.device)
+    hidden_size, units = shape.hidden_size, row_box(shape.hidden_size).units_per_block
+    orders = config.forward_order, config.backward_order
     plan = plan_on_device(
-        expert_ids_TK,
-        shape.num_experts,
-        shape.hidden_size,
-        shape.intermediate_size,
-        config.forward_order,
-        config.backward_order,
-        grid=grid,
-        units=row_box(shape.hidden_size).units_per_block,
+        expert_ids_TK, shape.num_experts, hidden_size, shape.intermediate_size, *orders, grid=grid, units=units
     )
-    return MegaSchedule(grid, plan, config)
+    shared_plan = None
+    if shape.shared_size:
+        everyone = expert_ids_TK.new_zeros(expert_ids_TK.shape[0], 1)
+        shared_plan = plan_on_device(everyone, 1, hidden_size, shape.shared_size, *orders, units=units)
+    return MegaSchedule(grid, plan, config, shared_plan)
 
 
 def forward(
@@ -102,57 +107,110 @@ def forward(
     options: Options,
     shared_scale_T: Tensor | None = None,
 ) -> tuple[Tensor, Saved]:
-    """y[t] = sum over slots k of weights[t, k] * expert(ids[t, k])(x[t]), rounded once to bf16; and what `backward` needs."""
+    """y[t] = sum over slots k of weights[t, k] * expert(ids[t, k])(x[t]), then + scale[t] * shared(x[t]), rounded once to bf16;
+    and what `backward` needs. Shared experts are a launch of their own before the routed one, whose combine adds their rows.
+    """
     from mok.launch import mega as launch
 
-    assert shared_scale_T is None and experts.shared is None, "why_not refuses shared experts"
     x_TH, weights_TK = x_TH.contiguous(), weights_TK.contiguous()
+    plan, shared_plan, config = schedule.plan, schedule.shared_plan, schedule.config
+    clamp, keep = options.clamp, options.recompute == "none"
     weights = launch.Weights(*(_copyable(w) for w in (experts.gate_LIH, experts.up_LIH, experts.down_LHI)))
     y_TH, gate_rows, up_rows = torch.empty_like(x_TH), None, None
+    shared_TH = shared_weights = shared_gate_rows = shared_up_rows = None
+    if experts.shared is not None:
+        gate_SH, up_SH = experts.shared.gate_up_JH.chunk(2)
+        shared_weights = launch.Weights(*(_copyable(w.unsqueeze(0)) for w in (gate_SH, up_SH, experts.shared.down_HS)))
     if x_TH.shape[0]:
+        if shared_weights is not None and shared_plan is not None:
+            ones = weights_TK.new_ones(x_TH.shape[0], 1)
+            shared_TH, shared_gate_rows, shared_up_rows = launch.forward(
+                x_TH, ones, shared_weights, shared_plan, config, clamp=clamp, keep=keep
+            )
         y_TH, gate_rows, up_rows = launch.forward(
-            x_TH,
-            weights_TK,
-            weights,
-            schedule.plan,
-            schedule.config,
-            clamp=options.clamp,
-            keep=options.recompute == "none",
+            x_TH, weights_TK, weights, plan, config, clamp=clamp, keep=keep, shared_TH=shared_TH, shared_scale_T=shared_scale_T
         )
-    return y_TH, Saved(schedule, options, x_TH, weights_TK, *weights, gate_rows, up_rows)
+    shared_gate, shared_up, shared_down = shared_weights or (None, None, None)
+    return y_TH, Saved(
+        schedule,
+        options,
+        x_TH,
+        weights_TK,
+        *weights,
+        gate_rows,
+        up_rows,
+        shared_gate,
+        shared_up,
+        shared_down,
+        shared_scale_T,
+        shared_gate_rows,
+        shared_up_rows,
+    )
 
 
 def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGrads:
     """Gradients of the inputs; those of the expert weights are continued, or begun, in the lane of the call (None: frozen)."""
     from mok.launch import mega as launch
 
-    schedule, weights = saved.schedule, launch.Weights(saved.gate_LIH, saved.up_LIH, saved.down_LHI)
+    schedule, x_TH, dy_TH = saved.schedule, saved.x_TH, dy_TH.contiguous()
     gradients = _lane(grads, schedule.grid)
-    if not saved.x_TH.shape[0]:
-        if gradients is not None and not gradients.started:
-            for gradient in gradients[:3]:
-                gradient.zero_()
-        return InputGrads(torch.empty_like(saved.x_TH), torch.empty_like(saved.weights_TK))
-    gate_rows, up_rows = saved.gate_rows, saved.up_rows
+    if not x_TH.shape[0]:
+        return _no_tokens(saved, gradients)
+
+    shared = dscale_T = dx_shared_TH = None
+    if saved.shared_gate_1SH is not None and saved.shared_up_1SH is not None and saved.shared_down_1HS is not None:
+        tokens, scale_T = x_TH.shape[0], saved.shared_scale_T
+        weights = launch.Weights(saved.shared_gate_1SH, saved.shared_up_1SH, saved.shared_down_1HS)
+        scale_T1 = (x_TH.new_ones(tokens, dtype=torch.float32) if scale_T is None else scale_T).unsqueeze(1)
+        assert schedule.shared_plan is not None
+        kept = (saved.shared_gate_rows, saved.shared_up_rows)
+        found, rows = _run_backward(dy_TH, saved, schedule.shared_plan, scale_T1, weights, kept, None, None)
+        # One expert with every token: its rows are the tokens in order.
+        shared = SharedGrads(torch.cat([row[:tokens] for row in rows], dim=1), found.wh_rows[:tokens])
+        dx_shared_TH = found.dx_TH
+        dscale_T = None if scale_T is None else found.dweights_TK.view(-1)
+    weights = launch.Weights(saved.gate_LIH, saved.up_LIH, saved.down_LHI)
+    kept = (saved.gate_rows, saved.up_rows)
+    found, _ = _run_backward(dy_TH, saved, schedule.plan, saved.weights_TK, weights, kept, gradients, dx_shared_TH)
+    return InputGrads(found.dx_TH, found.dweights_TK, dscale_T, shared)
+
+
+def _run_backward(
+    dy_TH: Tensor,
+    saved: Saved,
+    plan: DevicePlan,
+    weights_TK: Tensor,
+    weights: Weights,
+    kept: tuple[Tensor | None, Tensor | None],
+    gradients: Gradients | None,
+    shared_TH: Tensor | None,
+) -> tuple[Backward, tuple[Tensor, Tensor]]:
+    """One backward launch, after recomputing what was not kept; and gate_rows, up_rows, which now hold their gradients."""
+    from mok.launch import mega as launch
+
+    config, clamp = saved.schedule.config, saved.options.clamp
+    gate_rows, up_rows = kept
     if gate_rows is None or up_rows is None:
-        gate_rows, up_rows = launch.recompute(
-            saved.x_TH, saved.weights_TK, weights, schedule.plan, schedule.config, clamp=saved.options.clamp
-        )
-    dx_TH, dweights_TK = launch.backward(
-        dy_TH.contiguous(),
-        saved.x_TH,
-        saved.weights_TK,
-        weights,
-        gate_rows,
-        up_rows,
-        schedule.plan,
-        gradients,
-        schedule.config,
-        clamp=saved.options.clamp,
+        gate_rows, up_rows = launch.recompute(saved.x_TH, weights_TK, weights, plan, config, clamp=clamp)
+    found = launch.backward(
+        dy_TH, saved.x_TH, weights_TK, weights, gate_rows, up_rows, plan, gradients, config, clamp=clamp, shared_TH=shared_TH
     )
-    # They now hold gradients: autograd must refuse a second backward through them.
+    # Autograd must refuse a second backward through them.
     torch.autograd.graph.increment_version((gate_rows, up_rows))
-    return InputGrads(dx_TH, dweights_TK)
+    return found, (gate_rows, up_rows)
+
+
+def _no_tokens(saved: Saved, gradients: Gradients | None) -> InputGrads:
+    """A call without tokens begins its chains with zeros and adds nothing."""
+    if gradients is not None and not gradients.started:
+        for gradient in (gradients.gate, gradients.up, gradients.down):
+            gradient.zero_()
+    shared = None
+    if saved.shared_down_1HS is not None:
+        width = saved.shared_down_1HS.shape[2]
+        shared = SharedGrads(saved.x_TH.new_empty(0, 2 * width), saved.x_TH.new_empty(0, width))
+    dscale_T = None if saved.shared_scale_T is None else torch.empty_like(saved.shared_scale_T)
+    return InputGrads(torch.empty_like(saved.x_TH), torch.empty_like(saved.weights_TK), dscale_T, shared)
 
 
 def _config(shape: LayerShape, device: torch.device) -> KernelConfig:

@@ -132,7 +132,6 @@ def mega_forward(
     y_pieces,
     tables,
     y_rows,
-    shared,
     out,
     num_tokens,
     mover_tokens,
@@ -143,8 +142,10 @@ def mega_forward(
     BOX_PARTS: gl.constexpr,
     KEEP: gl.constexpr,
     HAS_SHARED: gl.constexpr,
+    HAS_SCALE: gl.constexpr,
     CLAMP: gl.constexpr,
     LAST: gl.constexpr,
+    TRACED: gl.constexpr,
     STAGES: gl.constexpr,
     PIECES: gl.constexpr,
 ):
@@ -165,11 +166,13 @@ def mega_forward(
     slots, slots_full = make_slots(PART)
     fence_async_shared()
     num_rows = gl.load(tables.sizes + SIZE_ROWS)
-    job = Job(tables.tasks, gl.load(tables.sizes + SIZE_FORWARD_TASKS), num_rows, tables.counters, tables.status)
+    job = Job(
+        tables.tasks, gl.load(tables.sizes + SIZE_FORWARD_TASKS), num_rows, tables.counters, tables.status, tables.trace, TRACED
+    )
     total_target = num_rows // ROW_BLOCK * ((PARTS * PART + TILE_N - 1) // TILE_N)
     moves = Moves(
-        slots, slots_full, tables.route_of_row, tables.row_of_route, tables.weights, shared, out, num_tokens, mover_tokens,
-        TOP_K, PARTS, PART, BOX_PARTS, HAS_SHARED,
+        slots, slots_full, tables.route_of_row, tables.row_of_route, tables.weights, tables.shared, tables.shared_scale, out,
+        num_tokens, mover_tokens, TOP_K, PARTS, PART, BOX_PARTS, HAS_SHARED, HAS_SCALE,
     )  # fmt: skip
     groups = Groups(tables.combine_token, tables.combine_group, tables.group_target, group_counter)
     loads = ForwardLoads(x_rows, gate, up, h_rows, down)
@@ -217,7 +220,6 @@ def mega_backward(
     tables,
     partial,
     dx_rows,
-    shared,
     out,
     num_tokens,
     mover_tokens,
@@ -231,6 +233,7 @@ def mega_backward(
     HAS_SHARED: gl.constexpr,
     CLAMP: gl.constexpr,
     LAST: gl.constexpr,
+    TRACED: gl.constexpr,
     STAGES: gl.constexpr,
     PIECES: gl.constexpr,
 ):
@@ -250,11 +253,19 @@ def mega_backward(
     slots, slots_full = make_slots(PART)
     fence_async_shared()
     num_rows = gl.load(tables.sizes + SIZE_ROWS)
-    job = Job(tables.tasks, gl.load(tables.sizes + SIZE_BACKWARD_TASKS), num_rows, tables.counters, tables.status)
+    job = Job(
+        tables.tasks,
+        gl.load(tables.sizes + SIZE_BACKWARD_TASKS),
+        num_rows,
+        tables.counters,
+        tables.status,
+        tables.trace,
+        TRACED,
+    )
     total_target = num_rows // ROW_BLOCK * ((PARTS * PART + TILE_N - 1) // TILE_N)
     moves = Moves(
-        slots, slots_full, tables.route_of_row, tables.row_of_route, tables.weights, shared, out, num_tokens, mover_tokens,
-        TOP_K, PARTS, PART, BOX_PARTS, HAS_SHARED,
+        slots, slots_full, tables.route_of_row, tables.row_of_route, tables.weights, tables.shared, tables.shared_scale, out,
+        num_tokens, mover_tokens, TOP_K, PARTS, PART, BOX_PARTS, HAS_SHARED, False,
     )  # fmt: skip
     groups = Groups(tables.combine_token, tables.combine_group, tables.group_target, x_counter)
     gradients = (gate_gradient, up_gradient, down_gradient)

@@ -34,6 +34,7 @@ class Moves:
     row_of_route: gl.tensor
     weights: gl.tensor
     shared: gl.tensor
+    shared_scale: gl.tensor
     out: gl.tensor
     num_tokens: gl.tensor
     mover_tokens: gl.tensor
@@ -42,6 +43,7 @@ class Moves:
     part: gl.constexpr
     box_parts: gl.constexpr
     has_shared: gl.constexpr
+    has_scale: gl.constexpr
 
 
 @record
@@ -184,11 +186,19 @@ def combine(job, rows, moves, groups, at, total_target, WEIGHTED: gl.constexpr):
             accumulator = accumulator + value
         if unit % ROUNDS == ROUNDS - 1:
             if moves.has_shared:
-                value = gl.load(moves.shared + here, mask=parts < moves.parts, other=0.0).to(gl.float32)
-                accumulator = accumulator + value
+                accumulator = accumulator + shared_row(moves, token, here, parts < moves.parts)
             gl.store(moves.out + here, accumulator.to(gl.bfloat16), mask=parts < moves.parts)
         barrier()  # all lanes have read the slot before the next copy into it starts
         at = after
+
+
+@gluon.jit
+def shared_row(moves, token, here, inside):
+    """What the shared experts add to the sum of `token`, in fp32, times its scale if there is one."""
+    value = gl.load(moves.shared + here, mask=inside, other=0.0).to(gl.float32)
+    if moves.has_scale:
+        value = value * gl.load(moves.shared_scale + token)
+    return value
 
 
 @gluon.jit
@@ -220,7 +230,7 @@ def combine_rest(job, moves, rows, token_order, total_target, WG: gl.constexpr):
                 accumulator = accumulator + value * route_weight(moves, token, k)
             here = token.to(gl.int64) * H + at
             if moves.has_shared:
-                accumulator = accumulator + gl.load(moves.shared + here, mask=at < H, other=0.0).to(gl.float32)
+                accumulator = accumulator + shared_row(moves, token, here, at < H)
             gl.store(moves.out + here, accumulator.to(gl.bfloat16), mask=at < H)
 
 

@@ -18,9 +18,12 @@ from mok.kernels.ring import (
     PIECE_STAGE_BYTES,
     STAGE_BYTES,
     TILE,
+    TRACE_LOAD,
+    TRACE_WAIT,
     Cursor,
     fence_async_global,
     is_skipped,
+    note_time,
     wait_for,
 )
 from mok.kernels.tasks import (
@@ -143,9 +146,11 @@ def produce(job, loads, ring, started, BACKWARD: gl.constexpr, LAST: gl.constexp
         steps = gl.load(task + STEPS)
         skipped = is_skipped(kind, steps, started, LAST)
         if not skipped:
+            note_time(job, i, TRACE_WAIT)
             wait_for(job.counters + gl.load(task + WAIT0), gl.load(task + WAIT0_TARGET), job.status, False)
             value = wait_for(job.counters + gl.load(task + WAIT1), gl.load(task + WAIT1_TARGET), job.status, False)
             fence_async_global(value)
+            note_time(job, i, TRACE_LOAD)
         if skipped:
             pass
         elif not BACKWARD:

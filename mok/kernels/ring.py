@@ -31,6 +31,13 @@ MOVER_SLOT_ELEMENTS = gl.constexpr(4096)
 MAX_POLLS = gl.constexpr(1 << 22)
 STATUS_TIMED_OUT = gl.constexpr(1)
 
+# What a traced launch notes of each task: its waits begin, its loads begin, its first piece is there, all of it is stored.
+TRACE_WAIT = gl.constexpr(0)
+TRACE_LOAD = gl.constexpr(1)
+TRACE_FINISH = gl.constexpr(2)
+TRACE_STORED = gl.constexpr(3)
+TRACE_EVENTS = gl.constexpr(4)
+
 
 @record
 class Cursor:
@@ -81,6 +88,8 @@ class Job:
     num_rows: gl.tensor
     counters: gl.tensor
     status: gl.tensor
+    trace: gl.tensor
+    traced: gl.constexpr
 
 
 @gluon.jit
@@ -155,6 +164,14 @@ def wait_for(counter, target, status, PAUSE: gl.constexpr):
 def signal(counter):
     """Release what this warp has stored (`stores_complete` came before); the partner is `wait_for`'s acquire."""
     gl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def note_time(job, i, EVENT: gl.constexpr):
+    """For a traced launch: the time in ns at which task i came to `EVENT`."""
+    if job.traced:
+        now = gl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l,r", [i], dtype=gl.int64, is_pure=False, pack=1)
+        gl.store(job.trace + i * TRACE_EVENTS + EVENT, now)
 
 
 @gluon.jit

@@ -10,7 +10,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mok.kernels.gluon_compat import barrier, tma_store, tma_store_wait
-from mok.kernels.ring import GRADIENT_TILE, HALF_M, PIECE_N, Cursor, is_skipped, signal, stores_complete
+from mok.kernels.ring import (
+    GRADIENT_TILE,
+    HALF_M,
+    PIECE_N,
+    TRACE_FINISH,
+    TRACE_STORED,
+    Cursor,
+    is_skipped,
+    note_time,
+    signal,
+    stores_complete,
+)
 from mok.kernels.tasks import DH, DW_GATE_UP, DX, EXPERT, FIELDS, GATE_UP, HALF, KIND, PART, ROW, SIGNAL0, SIGNAL1, STEPS, M, N
 
 
@@ -54,6 +65,9 @@ def store(job, stores, pieces, started, BACKWARD: gl.constexpr, LAST: gl.constex
         steps = gl.load(task + STEPS)
         none = (WG == 1) & (gl.load(task + HALF) != 0)
         if not (none | is_skipped(kind, steps, started, LAST)):
+            if job.traced and WG == 0:
+                mbarrier.wait(pieces.full.index(at.slot), at.phase)
+                note_time(job, i, TRACE_FINISH)
             if not BACKWARD:
                 if kind == GATE_UP:
                     for q in gl.static_range(2):
@@ -88,6 +102,8 @@ def store(job, stores, pieces, started, BACKWARD: gl.constexpr, LAST: gl.constex
             signal1 = gl.load(task + SIGNAL1)
             stores_complete(i)
             barrier()
+            if WG == 0:
+                note_time(job, i, TRACE_STORED)
             if signal0 >= 0:
                 signal(job.counters + signal0)
             if signal1 >= 0:

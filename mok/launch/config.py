@@ -70,7 +70,7 @@ def device_facts(device: torch.device) -> DeviceFacts | None:
         properties.name,
         (properties.major, properties.minor),
         properties.multi_processor_count,
-        properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # missing in the stubs
+        properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
     )
 
 
@@ -97,7 +97,7 @@ def why_not(config: KernelConfig, shape: LayerShape, device: DeviceFacts | None)
             reasons.append(f"{name} = {value}: must be at least 2")
     if not 0 <= config.mover_share <= 1:
         reasons.append(f"mover_share = {config.mover_share}: must be from 0 to 1")
-    for name in ("hidden_size", "intermediate_size"):
+    for name in ("hidden_size", "intermediate_size", "shared_size"):
         value = getattr(shape, name)
         if value % 16:
             reasons.append(f"{name} = {value}: must be a multiple of 16; pad the weights, or use moe.backend = torch")

@@ -19,7 +19,7 @@ from mok.launch.config import KernelConfig
 from mok.launch.plan import DevicePlan
 from mok.launch.status import status_word
 
-__all__ = ["Gradients", "RowBox", "Weights", "backward", "forward", "recompute", "row_box"]
+__all__ = ["Backward", "Gradients", "RowBox", "Weights", "backward", "forward", "recompute", "row_box"]
 
 PARTIAL_COLUMNS = 128
 """Columns of one partial sum of the router weights' gradient (docs/numerics.md, rule 6)."""
@@ -42,8 +42,17 @@ class Gradients(NamedTuple):
     started: bool
 
 
+class Backward(NamedTuple):
+    """dx_TH bf16, dweights_TK fp32, and wh_rows [P, I]: h as it went into the gradient of down, router weight included."""
+
+    dx_TH: Tensor
+    dweights_TK: Tensor
+    wh_rows: Tensor
+
+
 class Tables(NamedTuple):
-    """What the planner left on the device, the router weights, and this launch's counters and status word."""
+    """What the planner left on the device, the router weights, the shared experts' rows, and this launch's counters, status
+    word and trace."""
 
     tasks: Tensor
     sizes: Tensor
@@ -52,6 +61,9 @@ class Tables(NamedTuple):
     route_of_row: Tensor
     row_of_route: Tensor
     weights: Tensor
+    shared: Tensor
+    shared_scale: Tensor
+    trace: Tensor
     expert_of_block: Tensor
     combine_token: Tensor
     combine_group: Tensor
@@ -101,15 +113,20 @@ def forward(
     *,
     clamp: float,
     keep: bool,
-    addend_TH: Tensor | None = None,
+    shared_TH: Tensor | None = None,
+    shared_scale_T: Tensor | None = None,
+    trace: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """y_TH, and if `keep` the pre-activations gate_rows, up_rows [P, I] for `backward`.
 
-    x_TH bf16 contiguous, T >= 1; weights_TK fp32 contiguous. addend_TH: bf16, added last in each token's sum.
+    x_TH bf16 contiguous, T >= 1; weights_TK fp32 contiguous. shared_TH bf16, times shared_scale_T fp32 if there is one: added
+    last in each token's sum. trace: int64 [forward tasks, 4], see `mok.kernels.ring`; a traced launch is another binary.
     """
     y_TH = torch.empty_like(x_TH)
     moved = int(x_TH.shape[0] * config.mover_share)
-    kept = _launch_forward(x_TH, weights_TK, experts, plan, config, clamp, keep, tasks.DOWN.value, y_TH, moved, addend_TH)
+    kept = _launch_forward(
+        x_TH, weights_TK, experts, plan, config, clamp, keep, tasks.DOWN.value, y_TH, moved, shared_TH, shared_scale_T, trace
+    )
     return y_TH, *kept
 
 
@@ -118,9 +135,7 @@ def recompute(
 ) -> tuple[Tensor, Tensor]:
     """gate_rows, up_rows as `forward` would have kept them: its launch without the down product and the combine."""
     nothing = x_TH[:0]
-    gate_rows, up_rows = _launch_forward(
-        x_TH, weights_TK, experts, plan, config, clamp, True, tasks.GATE_UP.value, nothing, 0, None
-    )
+    gate_rows, up_rows = _launch_forward(x_TH, weights_TK, experts, plan, config, clamp, True, tasks.GATE_UP.value, nothing, 0)
     assert gate_rows is not None and up_rows is not None
     return gate_rows, up_rows
 
@@ -136,7 +151,9 @@ def _launch_forward(
     last_kind: int,
     y_TH: Tensor,
     moved: int,
-    addend_TH: Tensor | None,
+    shared_TH: Tensor | None = None,
+    shared_scale_T: Tensor | None = None,
+    trace: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     hidden_size, width = x_TH.shape[1], experts.gate.shape[1]
     rows, blocks, top_k = plan.max_rows, plan.max_blocks, plan.top_k
@@ -146,7 +163,7 @@ def _launch_forward(
     h_rows = x_TH.new_empty(rows, width)
     gate_rows = x_TH.new_empty(rows, width) if keep else None
     up_rows = x_TH.new_empty(rows, width) if keep else None
-    tables = _tables(plan, plan.forward_tasks, 1 + 3 * blocks, weights_TK)
+    tables = _tables(plan, plan.forward_tasks, 1 + 3 * blocks, weights_TK, shared_TH, shared_scale_T, trace)
     _run(
         mega.mega_forward,
         config,
@@ -164,7 +181,6 @@ def _launch_forward(
         _tile(y_rows, 64, 64),
         tables,
         y_rows,
-        y_rows if addend_TH is None else addend_TH,
         y_TH,
         y_TH.shape[0],
         moved,
@@ -174,9 +190,11 @@ def _launch_forward(
         box.part,
         box.box_parts,
         keep,
-        addend_TH is not None,
+        shared_TH is not None,
+        shared_scale_T is not None,
         clamp,
         last_kind,
+        trace is not None,
         config.stages,
         config.pieces,
     )
@@ -195,11 +213,13 @@ def backward(
     config: KernelConfig,
     *,
     clamp: float,
-    addend_TH: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """dx_TH bf16 and dweights_TK fp32; the expert gradients are continued or begun in `gradients` (None: frozen experts).
+    shared_TH: Tensor | None = None,
+    trace: Tensor | None = None,
+) -> Backward:
+    """Gradients of the inputs; the expert gradients are continued or begun in `gradients` (None: frozen experts).
 
-    gate_rows, up_rows: as `forward` kept them; they are overwritten. addend_TH: bf16, added last in each token's dx.
+    gate_rows, up_rows: as `forward` kept them; they are overwritten by their gradients, router weight included. shared_TH:
+    bf16, added last in each token's dx. trace: as for `forward`, over backward tasks.
     """
     hidden_size, width = x_TH.shape[1], experts.gate.shape[1]
     rows, blocks, top_k = plan.max_rows, plan.max_blocks, plan.top_k
@@ -216,7 +236,7 @@ def backward(
     else:
         last_kind = tasks.DW_DOWN.value
     assert plan.backward_tasks is not None
-    tables = _tables(plan, plan.backward_tasks, 1 + 2 * blocks + 2 * num_experts, weights_TK)
+    tables = _tables(plan, plan.backward_tasks, 1 + 2 * blocks + 2 * num_experts, weights_TK, shared_TH, None, trace)
     _run(
         mega.mega_backward,
         config,
@@ -246,7 +266,6 @@ def backward(
         tables,
         partial,
         dx_rows,
-        dx_rows if addend_TH is None else addend_TH,
         dx_TH,
         x_TH.shape[0],
         x_TH.shape[0],
@@ -257,16 +276,17 @@ def backward(
         box.parts,
         box.part,
         box.box_parts,
-        addend_TH is not None,
+        shared_TH is not None,
         clamp,
         last_kind,
+        trace is not None,
         config.stages,
         config.pieces,
     )
     dweights_TK = torch.empty_like(weights_TK)
     routes = weights_TK.numel()
     sum_partials[(-(-routes // 128),)](partial, plan.row_of_route_N, dweights_TK, routes, num_partials, WIDTH=128)
-    return dx_TH, dweights_TK
+    return Backward(dx_TH, dweights_TK, wh_rows)
 
 
 def _run(kernel: Any, config: KernelConfig, *arguments: Any) -> None:
@@ -279,7 +299,15 @@ def _run(kernel: Any, config: KernelConfig, *arguments: Any) -> None:
     kernel[(programs,)](*arguments, num_warps=4, maxnreg=168, enable_fp_fusion=False, launch_cooperative_grid=True)
 
 
-def _tables(plan: DevicePlan, records: Tensor, num_counters: int, weights_TK: Tensor) -> Tables:
+def _tables(
+    plan: DevicePlan,
+    records: Tensor,
+    num_counters: int,
+    weights_TK: Tensor,
+    shared_TH: Tensor | None,
+    shared_scale_T: Tensor | None,
+    trace: Tensor | None,
+) -> Tables:
     device = weights_TK.device
     return Tables(
         tasks=records,
@@ -289,6 +317,10 @@ def _tables(plan: DevicePlan, records: Tensor, num_counters: int, weights_TK: Te
         route_of_row=plan.route_of_row_P,
         row_of_route=plan.row_of_route_N,
         weights=weights_TK,
+        # A launch without them does not read what stands in their place.
+        shared=weights_TK if shared_TH is None else shared_TH,
+        shared_scale=weights_TK if shared_scale_T is None else shared_scale_T,
+        trace=plan.sizes if trace is None else trace,
         expert_of_block=plan.expert_of_block_B,
         combine_token=plan.combine_token_T,
         combine_group=plan.combine_group_T,

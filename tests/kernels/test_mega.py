@@ -31,12 +31,13 @@ LARGE = (
     Case("between-tiles", tokens=500, hidden=2880, width=720, experts=16, top_k=4, routing="half"),
     Case("masked-clamped", tokens=300, hidden=4096, width=384, experts=6, top_k=3, routing="masked", clamp=1.5),
     Case("ten-of-many", tokens=64, hidden=1024, width=512, experts=64, top_k=10, weights="tiny"),
+    Case("shared-too", tokens=333, hidden=512, width=256, experts=8, top_k=2, shared=384),
     Case("one-hot", tokens=900, hidden=2048, width=768, experts=16, top_k=8, routing="one-expert"),
 )
 """Sizes at which errors average out: the bar is 1.1 times plain torch's error."""
 
 # Few elements near a small clamp: whether one of them passes decides the error of the whole. LARGE has a clamped case.
-SMALL = tuple(case for case in CASES if case.hidden % 16 == 0 and case.width % 16 == 0 and case.name != "clamped")
+SMALL = tuple(c for c in CASES if not (c.hidden % 16 or c.width % 16 or c.shared % 16) and c.name != "clamped")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -114,21 +115,30 @@ def on(inputs: Inputs, device: torch.device) -> Inputs:
     return replace(inputs, **moved, ids_TK=inputs.ids_TK.to(device), dy_TH=inputs.dy_TH.to(device))
 
 
-def run(inputs: Inputs, clamp: float = 0.0, recompute: str = "none", config: KernelConfig | None = None) -> dict[str, Tensor]:
+def run(
+    inputs: Inputs, clamp: float = 0.0, recompute: str = "none", config: KernelConfig | None = None, backend: str = "mega"
+) -> dict[str, Tensor]:
     """Output and every gradient by name; expert gradients in fp32, through main_grad of NaN that is written over."""
     leaves = inputs.differentiable()
-    shape = LayerShape(inputs.x_TH.shape[1], inputs.gate_EIH.shape[1], inputs.gate_EIH.shape[0], inputs.ids_TK.shape[1])
-    module, _ = choose("mega", shape, torch.bfloat16, inputs.x_TH.device)
+    width, hidden = inputs.gate_EIH.shape[1:]
+    shared = () if inputs.shared_gate_up_JH is None else (leaves["shared_gate_up_JH"], leaves["shared_down_HS"])
+    shape = LayerShape(
+        hidden, width, inputs.gate_EIH.shape[0], inputs.ids_TK.shape[1], shared_size=shared[1].shape[1] if shared else 0
+    )
+    module, _ = choose(backend, shape, torch.bfloat16, inputs.x_TH.device)
     options = Options(clamp, recompute, kernel=config)
     schedule = module.build_schedule(inputs.ids_TK, shape, CallGrid(), options)
     routed = tuple(leaves[name] for name in ("gate_EIH", "up_EIH", "down_EHI"))
     for weight in routed:
         weight.lane_grads = torch.full((1, *weight.shape), torch.nan, device=weight.device)
         weight.lanes_started = [False]
-    y = experts(leaves["x_TH"], leaves["weights_TK"], routed, Plan(module, schedule, options))
-    dx, dweights = torch.autograd.grad(y, [leaves["x_TH"], leaves["weights_TK"]], inputs.dy_TH, retain_graph=False)
+    y = experts(
+        leaves["x_TH"], leaves["weights_TK"], routed, Plan(module, schedule, options), shared or None, inputs.shared_scale_T
+    )
+    others = [name for name in leaves if name not in ("gate_EIH", "up_EIH", "down_EHI")]
+    gradients = torch.autograd.grad(y, [leaves[name] for name in others], inputs.dy_TH)
     check_status(y.device)
-    found = {"y": y.detach(), "x_TH": dx, "weights_TK": dweights}
+    found = {"y": y.detach()} | dict(zip(others, gradients, strict=True))
     return found | {name: leaves[name].lane_grads[0] for name in ("gate_EIH", "up_EIH", "down_EHI")}
 
 
@@ -144,6 +154,10 @@ def plain(inputs: Inputs, clamp: float, wide: torch.dtype) -> dict[str, Tensor]:
             gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
         rows = (torch.nn.functional.silu(gate) * up) @ leaves["down_EHI"][e].t()
         y = y.index_add(0, token, rows.to(wide) * leaves["weights_TK"][token, slot].unsqueeze(1))
+    if inputs.shared_gate_up_JH is not None:
+        gate, up = (x @ leaves["shared_gate_up_JH"].t()).chunk(2, dim=1)
+        rows = (torch.nn.functional.silu(gate) * up) @ leaves["shared_down_HS"].t()
+        y = y + rows.to(wide) * leaves["shared_scale_T"].unsqueeze(1)
     y = y.to(x.dtype)
     found = torch.autograd.grad(y, list(leaves.values()), inputs.dy_TH.to(x.dtype), allow_unused=True)
     zeros = (torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves.values(), found, strict=True))
@@ -151,7 +165,7 @@ def plain(inputs: Inputs, clamp: float, wide: torch.dtype) -> dict[str, Tensor]:
 
 
 def assert_right(case: Case, device: torch.device, factor: float) -> None:
-    inputs = on(make_inputs(replace(case, shared=0), torch.bfloat16), device)
+    inputs = on(make_inputs(case, torch.bfloat16), device)
     exact = plain(inputs.to(torch.float64, torch.float64), case.clamp, torch.float64)
     allowed = plain(inputs.to(torch.bfloat16, torch.float32), case.clamp, torch.float32)
     found = run(inputs, case.clamp)
@@ -217,6 +231,13 @@ def test_repeats_and_settings_change_no_bit(hopper: torch.device) -> None:
         assert_all_same_bits(first, run(inputs, config=config))
     assert_all_same_bits(first, run(inputs, recompute="activations"))
     assert_all_same_bits(first, run(inputs, recompute="all"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
+def test_same_bits_as_staged(case: Case, hopper: torch.device) -> None:
+    inputs = on(make_inputs(case, torch.bfloat16), hopper)
+    assert_all_same_bits(run(inputs, case.clamp), run(inputs, case.clamp, backend="staged"))
 
 
 @pytest.mark.gpu
