@@ -105,7 +105,7 @@ def forward(
     act = _swiglu(gate_up_PJ, options.clamp)
     hidden_PI = act.hidden_PI.to(x_TH.dtype)
     y_PH = _product_by_expert(hidden_PI, w_down_LHI.transpose(1, 2), schedule)
-    sum_TH = _combine(transport.slots_of_rows(y_PH, schedule), x_TH.shape, x_TH.device, weights_TK)
+    sum_TH = _combine(transport.slots_of_rows(y_PH, schedule), weights_TK)
 
     shared_gate_up_JH = shared_down_HS = shared_gate_up_TJ = None
     if experts.shared is not None:
@@ -166,7 +166,7 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     dh_PI = _product_by_expert(dy_PH, saved.w_down_LHI, schedule, fp32=True)
     d_gate_up_PJ, scaled_hidden_PI, dweights_P = _swiglu_backward(dh_PI, gate_up_PJ, act, weights_P, options.clamp)
     dx_PH = _product_by_expert(d_gate_up_PJ, saved.w_gate_up_LJH, schedule)
-    dx_sum_TH = _combine(transport.slots_of_rows(dx_PH, schedule), dy_TH.shape, dy_TH.device)
+    dx_sum_TH = _combine(transport.slots_of_rows(dx_PH, schedule))
     if grads is not None:
         _add_weight_grads(grads, schedule, d_gate_up_PJ, x_PH, dy_PH, scaled_hidden_PI)
     dweights_TK = torch.cat([slot.clone() for slot in transport.slots_of_rows(dweights_P.unsqueeze(1), schedule)], dim=1)
@@ -301,12 +301,16 @@ def _row_sum(values_PI: Tensor) -> Tensor:
     return first
 
 
-def _combine(slots: Iterable[Tensor], shape: torch.Size, device: torch.device, weights_TK: Tensor | None = None) -> Tensor:
+def _combine(slots: Iterable[Tensor], weights_TK: Tensor | None = None) -> Tensor:
     """acc = +0; slot by slot acc = acc + weight * row, product and sum rounded apart. fp32 [T, H]."""
-    sum_TH = torch.zeros(shape, dtype=torch.float32, device=device)
+    sum_TH: Tensor | None = None
     for k, slot_TH in enumerate(slots):
         rows_TH = slot_TH.float()
-        sum_TH.add_(rows_TH if weights_TK is None else rows_TH.mul_(weights_TK[:, k : k + 1]))
+        if weights_TK is not None:
+            rows_TH.mul_(weights_TK[:, k : k + 1])
+        # Added to +0, -0.0 becomes +0.0; anything else stays what it is.
+        sum_TH = rows_TH + 0.0 if sum_TH is None else sum_TH.add_(rows_TH)
+    assert sum_TH is not None
     return sum_TH
 
 
