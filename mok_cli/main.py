@@ -26,6 +26,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("mok_cli.train:train", "Train a model from a recipe."),
     "sample": ("mok_cli.sample:sample", "Write text with a trained model."),
     "eval": ("mok_cli.eval:evaluate", "Loss of a trained model on text."),
+    "bench": ("mok_cli.bench:bench", "Measure speed against others."),
     "recipes": ("mok_cli.recipes:recipes", "List, show, copy or check recipes."),
 }
 
