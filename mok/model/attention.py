@@ -18,20 +18,22 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mok.config import ModelConfig
 from mok.model.linear import linear
-from mok.model.norm import rms_norm_backward, rms_norm_forward
+from mok.model.norm import rms_norm_backward, rms_normed
 
 __all__ = ["Attention", "Rotary"]
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines [S, 1, r/2] of the rotary embedding of r leading channels of a head, in the activations' dtype.
+    """Cosines and sines of the rotary embedding for each position and head, [S, X, r] each, in the activations' dtype.
 
-    Half-split form: channel i is rotated with channel i + r/2 by the angle position / theta^(2i/r).
+    Half-split form: of the r leading channels of a head, channel i is rotated with channel i + r/2 by the angle
+    position / theta^(2i/r); both halves of the last dim hold the same values. They are written out for all X heads that are
+    rotated, so that a product with them is one long vector operation.
     """
 
-    cos_S1r: Tensor
-    sin_S1r: Tensor
+    cos_SXr: Tensor
+    sin_SXr: Tensor
 
     @classmethod
     def of(cls, positions: int, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Rotary:
@@ -39,27 +41,24 @@ class Rotary:
         exponent = torch.arange(0, rotated, 2, dtype=torch.float32, device=device) / rotated
         frequency = 1.0 / (config.rope_theta**exponent)
         angle = torch.arange(positions, dtype=torch.float32, device=device)[:, None, None] * frequency
-        return cls(angle.cos().to(dtype), angle.sin().to(dtype))
+        heads = config.num_heads + config.num_kv_heads
+        cos, sin = (torch.cat([f, f], -1).to(dtype).expand(-1, heads, -1).contiguous() for f in (angle.cos(), angle.sin()))
+        return cls(cos, sin)
 
-    def forward(self, x_BSAD: Tensor) -> Tensor:
-        """Rotate the heads into new memory."""
-        half = self.cos_S1r.shape[-1]
-        first, second = x_BSAD[..., :half], x_BSAD[..., half : 2 * half]
-        y_BSAD = torch.empty_like(x_BSAD)
-        torch.mul(first, self.cos_S1r, out=y_BSAD[..., :half]).sub_(second * self.sin_S1r)
-        torch.mul(second, self.cos_S1r, out=y_BSAD[..., half : 2 * half]).add_(first * self.sin_S1r)
-        if 2 * half < x_BSAD.shape[-1]:
-            y_BSAD[..., 2 * half :] = x_BSAD[..., 2 * half :]
-        return y_BSAD
-
-    def backward(self, dy_BSAD: Tensor, out_BSAD: Tensor) -> None:
-        """Rotate gradients back: the same with the angle negated."""
-        half = self.cos_S1r.shape[-1]
-        first, second = dy_BSAD[..., :half], dy_BSAD[..., half : 2 * half]
-        torch.mul(first, self.cos_S1r, out=out_BSAD[..., :half]).add_(second * self.sin_S1r)
-        torch.mul(second, self.cos_S1r, out=out_BSAD[..., half : 2 * half]).sub_(first * self.sin_S1r)
-        if 2 * half < dy_BSAD.shape[-1]:
-            out_BSAD[..., 2 * half :] = dy_BSAD[..., 2 * half :]
+    def rotate(self, x_BSXD: Tensor, direction: int) -> Tensor:
+        """Every head of x rotated forward (direction 1) or back (-1), in new contiguous memory."""
+        rotated = self.cos_SXr.shape[-1]
+        half = rotated // 2
+        part = x_BSXD[..., :rotated]
+        y_BSXr, crossed = part * self.cos_SXr, part * self.sin_SXr
+        first, second = y_BSXr[..., :half], y_BSXr[..., half:]
+        if direction == 1:
+            first.sub_(crossed[..., half:])
+            second.add_(crossed[..., :half])
+        else:
+            first.add_(crossed[..., half:])
+            second.sub_(crossed[..., :half])
+        return y_BSXr if rotated == x_BSXD.shape[-1] else torch.cat([y_BSXr, x_BSXD[..., rotated:]], -1)
 
 
 def _sdpa(q_BSAD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> Tensor:
@@ -85,17 +84,18 @@ class _Heads(torch.autograd.Function):
     ) -> Tensor:
         num_kv = (heads_BSXD.shape[2] - num_q) // 2
         num_rotated = num_q + num_kv
-        ctx.kind, ctx.num_q, ctx.num_kv, ctx.eps, ctx.rotary = kind, num_q, num_kv, eps, rotary
-        qk, rstds = heads_BSXD[:, :, :num_rotated], []
+        ctx.kind, ctx.num_q, ctx.num_kv, ctx.rotary = kind, num_q, num_kv, rotary
+        qk_BSXD = heads_BSXD[:, :, :num_rotated]
+        saved = []
         if w_q is not None and w_k is not None:
             parts = []
-            for x, w in _norm_groups(heads_BSXD, w_q, w_k, kind, num_q, num_kv):
-                part, rstd = rms_norm_forward(x, w, eps)
-                parts.append(part.view(*heads_BSXD.shape[:2], -1, heads_BSXD.shape[-1]))
-                rstds.append(rstd)
-            qk = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-        qk = rotary.forward(qk)
-        inputs = (qk[:, :, :num_q], qk[:, :, num_q:], heads_BSXD[:, :, num_rotated:])
+            for x, w in zip(_groups(qk_BSXD, kind, num_q), _group_weights(w_q, w_k, kind, num_q, num_kv), strict=True):
+                normed, rstd = rms_normed(x, eps)
+                parts.append((normed * w).view(*qk_BSXD.shape[:2], -1, qk_BSXD.shape[-1]))
+                saved += [normed, rstd]
+            qk_BSXD = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        qk_BSXD = rotary.rotate(qk_BSXD, 1)
+        inputs = (qk_BSXD[:, :, :num_q], qk_BSXD[:, :, num_q:], heads_BSXD[:, :, num_rotated:])
         if not any(ctx.needs_input_grad):
             return _sdpa(*inputs)
         # The attention kernel's own backward is kept by a small graph of its own, whatever kernel SDPA chose.
@@ -103,27 +103,34 @@ class _Heads(torch.autograd.Function):
         with torch.enable_grad():
             out_BSAD = _sdpa(*leaves)
         ctx.inputs, ctx.out = leaves, out_BSAD
-        ctx.save_for_backward(heads_BSXD, w_q, w_k, *rstds)
+        ctx.save_for_backward(w_q, w_k, *saved)
         return out_BSAD.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_BSAD: Tensor) -> tuple[Tensor | None, ...]:
-        heads_BSXD, w_q, w_k, *rstds = ctx.saved_tensors
+        w_q, w_k, *saved = ctx.saved_tensors
+        num_q, num_kv = ctx.num_q, ctx.num_kv
         dq, dk, dv = torch.autograd.grad(ctx.out, ctx.inputs, dout_BSAD)
-        num_q, num_rotated = ctx.num_q, ctx.num_q + ctx.num_kv
-        dheads_BSXD = torch.empty_like(heads_BSXD)
-        ctx.rotary.backward(dq, dheads_BSXD[:, :, :num_q])
-        ctx.rotary.backward(dk, dheads_BSXD[:, :, num_q:num_rotated])
-        dheads_BSXD[:, :, num_rotated:] = dv
+        dqk_BSXD = ctx.rotary.rotate(torch.cat([dq, dk], 2), -1)
+        dheads_BSXD = dqk_BSXD.new_empty(*dq.shape[:2], num_q + 2 * num_kv, dq.shape[-1])
+        dheads_BSXD[:, :, num_q + num_kv :] = dv
+        target_BSXD = dheads_BSXD[:, :, : num_q + num_kv]
         dw_q = dw_k = None
-        if rstds:
+        if not saved:
+            target_BSXD.copy_(dqk_BSXD)
+        else:
             per_rows = []
-            xs = _norm_groups(heads_BSXD, w_q, w_k, ctx.kind, num_q, ctx.num_kv)
-            dys = _norm_groups(dheads_BSXD, w_q, w_k, ctx.kind, num_q, ctx.num_kv)
-            for (x, w), (dy, _), rstd in zip(xs, dys, rstds, strict=True):
-                dx, per_row = rms_norm_backward(dy, x, rstd, w)
-                dy.copy_(dx)
+            for dy, normed, rstd, w, out in zip(
+                _groups(dqk_BSXD, ctx.kind, num_q),
+                saved[::2],
+                saved[1::2],
+                _group_weights(w_q, w_k, ctx.kind, num_q, num_kv),
+                _groups(target_BSXD, ctx.kind, num_q),
+                strict=True,
+            ):
+                dx, per_row = rms_norm_backward(dy, normed, rstd, w)
+                out.copy_(dx)
                 per_rows.append(per_row)
             if ctx.kind == "head":
                 per_rows = [per_rows[0][:, :, :num_q], per_rows[0][:, :, num_q:]]
@@ -132,14 +139,14 @@ class _Heads(torch.autograd.Function):
         return dheads_BSXD, dw_q, dw_k, None, None, None, None
 
 
-def _norm_groups(
-    heads_BSXD: Tensor, w_q: Tensor, w_k: Tensor, kind: str, num_q: int, num_kv: int
-) -> list[tuple[Tensor, Tensor]]:
-    """What is normalised together, with its weights: all heads one by one, or the queries and the keys as wholes."""
-    if kind == "head":
-        weight = torch.cat([w_q.expand(num_q, -1), w_k.expand(num_kv, -1)])
-        return [(heads_BSXD[:, :, : num_q + num_kv], weight)]
-    return [(heads_BSXD[:, :, :num_q].flatten(2), w_q), (heads_BSXD[:, :, num_q : num_q + num_kv].flatten(2), w_k)]
+def _groups(qk_BSXD: Tensor, kind: str, num_q: int) -> list[Tensor]:
+    """What is normalised together, as last dim: each head, or the queries and the keys as wholes."""
+    return [qk_BSXD] if kind == "head" else [qk_BSXD[:, :, :num_q].flatten(2), qk_BSXD[:, :, num_q:].flatten(2)]
+
+
+def _group_weights(w_q: Tensor, w_k: Tensor, kind: str, num_q: int, num_kv: int) -> list[Tensor]:
+    """The weights of `_groups`."""
+    return [torch.cat([w_q.expand(num_q, -1), w_k.expand(num_kv, -1)])] if kind == "head" else [w_q, w_k]
 
 
 def _norm_weight_gradient(weight: Tensor, per_row: Tensor) -> Tensor | None:

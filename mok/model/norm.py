@@ -12,45 +12,42 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["RMSNorm", "rms_norm", "rms_norm_backward", "rms_norm_forward"]
+__all__ = ["RMSNorm", "rms_norm", "rms_norm_backward", "rms_normed"]
 
 
-def rms_norm_forward(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(weight * x / rms(x) over the last dim, 1 / rms), the latter in fp32 (fp64 for fp64) with the last dim 1."""
+def rms_normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(x / rms(x) over the last dim, in the dtype of x; 1 / rms, in fp32 or fp64, with the last dim 1)."""
     wide = x if x.dtype == torch.float64 else x.float()
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    scaled = wide * rstd
-    if scaled.dtype == x.dtype:
-        return scaled.mul_(weight), rstd
-    return weight * scaled.to(x.dtype), rstd
+    return (wide * rstd).to(x.dtype), rstd
 
 
-def rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(dx in the dtype of `rstd`, dy * x / rms: the weight's gradient before any sum over tokens).
+def rms_norm_backward(dy: Tensor, normed: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(dx in the dtype of `rstd`, dy * normed: the weight's gradient before any sum over tokens).
 
     With n = x rstd: dx = rstd (w dy - n mean(n w dy)).
     """
-    dy = dy.to(rstd.dtype)
-    normed = x * rstd
+    dy, normed = dy.to(rstd.dtype), normed.to(rstd.dtype)
     per_row = dy * normed
     dx = dy * weight
-    mean = (per_row * weight).mean(-1, keepdim=True)
-    dx.sub_(normed.mul_(mean)).mul_(rstd)
-    return dx, per_row
+    mean = (dx * normed).mean(-1, keepdim=True)
+    return dx.sub_(normed * mean).mul_(rstd), per_row
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
-        y_TH, rstd_T1 = rms_norm_forward(x_TH, w_H, eps)
-        ctx.save_for_backward(x_TH, rstd_T1, w_H)
-        return y_TH
+        normed_TH, rstd_T1 = rms_normed(x_TH, eps)
+        if not any(ctx.needs_input_grad):
+            return normed_TH.mul_(w_H)
+        ctx.save_for_backward(normed_TH, rstd_T1, w_H)
+        return w_H * normed_TH
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x_TH, rstd_T1, w_H = ctx.saved_tensors
-        dx_TH, per_row_TH = rms_norm_backward(dy_TH, x_TH, rstd_T1, w_H)
+        normed_TH, rstd_T1, w_H = ctx.saved_tensors
+        dx_TH, per_row_TH = rms_norm_backward(dy_TH, normed_TH, rstd_T1, w_H)
         dw_H = None
         if ctx.needs_input_grad[1]:
             sink = getattr(w_H, "grad_sink", None)
@@ -58,7 +55,7 @@ class _RMSNorm(torch.autograd.Function):
                 dw_H = per_row_TH.sum(0).to(w_H.dtype)
             else:
                 sink.column_sums(per_row_TH)
-        return dx_TH.to(x_TH.dtype), dw_H, None
+        return dx_TH.to(dy_TH.dtype), dw_H, None
 
 
 def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
