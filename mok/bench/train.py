@@ -26,6 +26,7 @@ from mok.determinism.fingerprint import fingerprint
 from mok.errors import CheckFailed, UsageError
 from mok.grid import Grid, Layout
 from mok.train.batches import Batches
+from mok.train.memory import keep_freed_memory
 from mok.train.ranks import OneRank
 from mok.train.state import TrainState
 from mok.train.step import train_step
@@ -72,6 +73,7 @@ class TrainReport:
 
 class _Mok:
     def __init__(self, recipe: Recipe, vocab_size: int, device: torch.device) -> None:
+        keep_freed_memory()
         grid = Grid.of(recipe)
         self._state = TrainState(recipe, vocab_size, OneRank(Layout(grid)), device)
         self._batches = _Given(grid)

@@ -32,6 +32,7 @@ from mok.determinism.fingerprint import fingerprint
 from mok.errors import CheckpointError, Interrupted, NonFiniteError, UsageError
 from mok.hf_import import HfWeights, config_folder
 from mok.train.batches import Batches
+from mok.train.memory import keep_freed_memory
 from mok.train.ranks import Ranks
 from mok.train.run_folder import Start, finite
 from mok.train.sampling import sample_text
@@ -63,6 +64,7 @@ class Run:
         self.first_rank = ranks.layout.rank == 0
         if self.recipe.train.threads:
             torch.set_num_threads(self.recipe.train.threads)
+        keep_freed_memory()
         if device.type == "cuda":
             torch.use_deterministic_algorithms(True)
         if self.first_rank:
