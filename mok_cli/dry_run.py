@@ -18,7 +18,15 @@ from mok_cli.output import Output
 
 __all__ = ["Price", "price", "show_price"]
 
-RUN_FILES = ("recipe.toml", "environment.json", "metrics.jsonl", "train.log", "samples.jsonl")
+RUN_FILES = (
+    "recipe.toml",
+    "environment.json",
+    "metrics.jsonl",
+    "train.log",
+    "samples.jsonl",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 """What a run folder holds besides checkpoints."""
 
 

@@ -16,16 +16,17 @@ import click
 
 from mok import __version__
 from mok.errors import MokError, RecipeError
+from mok_cli.output import examples
 
 __all__ = ["COMMANDS", "cli", "main"]
 
 # name -> (where the command is, what it does); the second is here too so that `mok --help` imports no command.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "export": ("mok_cli.export:export", "Write a run as a Hugging Face model."),
-    "probe-topology": ("mok_cli.probe_topology:probe_topology", "Show GPUs and links; advise on expert groups."),
     "train": ("mok_cli.train:train", "Train a model from a recipe."),
     "sample": ("mok_cli.sample:sample", "Write text with a trained model."),
     "eval": ("mok_cli.eval:evaluate", "Loss of a trained model on text."),
+    "export": ("mok_cli.export:export", "Write a run as a Hugging Face model."),
+    "probe-topology": ("mok_cli.probe_topology:probe_topology", "Show GPUs and links; advise on expert groups."),
     "bench": ("mok_cli.bench:bench", "Measure speed against others."),
     "recipes": ("mok_cli.recipes:recipes", "List, show, copy or check recipes."),
 }
@@ -88,7 +89,7 @@ class LazyGroup(click.Group):
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80},
-    epilog="\b\nExamples:\n  mok recipes list\n  mok recipes show toy",
+    epilog=examples("mok train toy", "mok recipes list"),
 )
 @click.version_option(__version__, prog_name="mok")
 def cli() -> None:
