@@ -16,7 +16,7 @@ from mok.grid import Grid, Layout, split_ranks
 from mok.recipe import Resolved
 from mok_cli.output import Output
 
-__all__ = ["Price", "price", "show_price"]
+__all__ = ["RUN_FILES", "Price", "price", "show_price"]
 
 RUN_FILES = (
     "recipe.toml",

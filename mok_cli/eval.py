@@ -16,7 +16,10 @@ __all__ = ["evaluate"]
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @json_option
 def evaluate(run: str, data: str | None, batches: int | None, device: str, output: Output) -> None:
-    """Loss and bits per byte of RUN, a run folder or a checkpoint in one."""
+    """Loss of a trained model on text.
+
+    RUN is a run folder or a checkpoint in one. The loss is given in nats per token and in bits per byte.
+    """
     import dataclasses
     import math
     from pathlib import Path

@@ -26,7 +26,10 @@ def sample(
     device: str,
     output: Output,
 ) -> None:
-    """Continue a prompt with the model of RUN, a run folder or a checkpoint in one."""
+    """Write text with a trained model.
+
+    RUN is a run folder or a checkpoint in one.
+    """
     from pathlib import Path
 
     from mok.train.device import choose_device

@@ -40,7 +40,9 @@ def train(
     world_size: int | None,
     output: Output,
 ) -> None:
-    """Train RECIPE, the name of a shipped recipe or the path of a TOML file.
+    """Train a model from a recipe.
+
+    RECIPE is the name of a shipped recipe or the path of a TOML file.
 
     Everything is written to the folder of the run: metrics, samples, checkpoints and the recipe with all defaults filled in.
     Ctrl-C finishes the step, saves and exits with 130. With --nproc, or under torchrun, many ranks train the same bytes.
@@ -65,7 +67,7 @@ def train(
         raise UsageError(f"--nproc {nproc}: a launcher has started {launched[1]} ranks already; leave it out")
     rank, world_size = launched or (0, nproc or 1)
     replicas, ep = split_ranks(resolved.recipe, world_size)
-    start = plan_start(resolved.recipe, resolved.name, out, resume, allow_changes, replicas, ep)
+    start = plan_start(resolved.recipe, resolved.name, out, resume, allow_changes, replicas, ep, resolved.origins)
     Layout(start.grid, replicas, ep, rank)
     if launched is None and world_size > 1:
         # The same words for every rank, and the one folder that the clock has given a name.

@@ -32,7 +32,7 @@ from mok.shapes import layer_shape
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Arm", "shared_grid", "verify_recipe"]
+__all__ = ["Arm", "read_json", "shared_grid", "verify_recipe"]
 
 MOST_RANKS = 4
 ARM_LIMIT_S = 3600.0

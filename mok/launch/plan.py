@@ -17,7 +17,7 @@ from mok.grid import CallGrid
 from mok.kernels import plan as kernels
 from mok.kernels import tasks
 
-__all__ = ["DevicePlan", "TaskOrder", "max_rows", "plan_on_device", "plan_tables"]
+__all__ = ["DevicePlan", "TaskOrder", "ceil_div", "max_rows", "plan_on_device", "plan_tables"]
 
 RUN = 128
 """Items of one run of the counting sort: comparing all pairs of a run stays in registers."""

@@ -68,7 +68,7 @@ class Run:
         if device.type == "cuda":
             torch.use_deterministic_algorithms(True)
         if self.first_rank:
-            self.folder.prepare(self.recipe, self._environment(), start.resumed)
+            self.folder.prepare(start, self._environment())
         self._log_to_file()
         recipe, grid = self.recipe, start.grid
         self.corpus = open_corpus(recipe.data)

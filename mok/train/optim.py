@@ -22,7 +22,7 @@ from torch import Tensor
 from mok.config import OptimConfig
 from mok.gradients import ALIGNMENT, Bank
 
-__all__ = ["MOMENT_DTYPES", "AdamW", "ParameterGroup", "gradient_norm"]
+__all__ = ["MOMENT_DTYPES", "AdamW", "ParameterGroup", "gradient_norm", "tensor_square_sums"]
 
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,13 +92,15 @@ def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Chan
 
 @dataclass(frozen=True)
 class Start:
-    """How a run begins. recipe: with the grid filled in. resumed: the checkpoint to go on from; changes: what differs there."""
+    """How a run begins. recipe: with the grid filled in. resumed: the checkpoint to go on from; changes: what differs there.
+    origins: where each value of the recipe came from, for those who read it later; may be empty."""
 
     recipe: Recipe
     grid: Grid
     folder: RunFolder
     resumed: checkpoint.Checkpoint | None
     changes: list[Change]
+    origins: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_checkpoint(path: Path) -> checkpoint.Checkpoint:
@@ -108,11 +110,21 @@ def find_checkpoint(path: Path) -> checkpoint.Checkpoint:
     return checkpoint.open_checkpoint(path)
 
 
-def plan_start(recipe: Recipe, name: str, out: str | None, resume: str, allow_changes: bool, replicas: int, ep: int) -> Start:
+def plan_start(
+    recipe: Recipe,
+    name: str,
+    out: str | None,
+    resume: str,
+    allow_changes: bool,
+    replicas: int,
+    ep: int,
+    origins: Mapping[str, str] | None = None,
+) -> Start:
     """Decide where a run writes and what it goes on from; nothing is written.
 
     name: of the recipe, for the default folder. resume: "never", "auto" (the newest checkpoint in `out`, if there is one) or a
     path (`out` then defaults to that run's folder). replicas, ep: the launch, for what neither recipe nor checkpoint fixes.
+    origins: of the recipe's values, as `mok.recipe.resolve` gives them.
     Raises UsageError for a folder that may not be used or changes that may not be made, CheckpointError for a bad checkpoint.
     """
     resumed = None
@@ -133,14 +145,23 @@ def plan_start(recipe: Recipe, name: str, out: str | None, resume: str, allow_ch
             folder.refuse_if_used()
     if resumed is None:
         grid = Grid.of(recipe, replicas, ep)
-        return Start(_with_grid(recipe, grid), grid, folder, None, [])
+        filled = _with_grid(recipe, grid)
+        return Start(filled, grid, folder, None, [], _with_launch(origins, recipe, filled))
     stored = resumed.manifest["recipe"]
-    recipe = _with_stored_grid(recipe, stored["distributed"])
-    grid = Grid.of(recipe, replicas, ep)
-    recipe = _with_grid(recipe, grid)
-    changes = changed_keys(stored, recipe.to_dict())
+    known = _with_stored_grid(recipe, stored["distributed"])
+    grid = Grid.of(known, replicas, ep)
+    filled = _with_grid(known, grid)
+    changes = changed_keys(stored, filled.to_dict())
     _refuse_changes(changes, resumed, allow_changes)
-    return Start(recipe, grid, folder, resumed, changes)
+    return Start(filled, grid, folder, resumed, changes, _with_launch(origins, recipe, filled))
+
+
+def _with_launch(origins: Mapping[str, str] | None, written: Recipe, filled: Recipe) -> dict[str, str]:
+    """`origins`, with the values that the recipe left to the run's first launch named as such."""
+    found = dict(origins or {})
+    if found:
+        found |= {change.key: "first launch" for change in changed_keys(written.to_dict(), filled.to_dict())}
+    return found
 
 
 def _with_grid(recipe: Recipe, grid: Grid) -> Recipe:
@@ -203,7 +224,7 @@ class RunFolder:
                 f"--out {self.path}: is not empty; choose another folder, or go on with the run in it by --resume auto"
             )
 
-    def prepare(self, recipe: Recipe, environment: Mapping[str, Any], resumed: checkpoint.Checkpoint | None) -> None:
+    def prepare(self, start: Start, environment: Mapping[str, Any]) -> None:
         """Make the folder, write what describes the run, and drop the lines of later steps that a killed run left.
 
         A run killed between a save and its metrics gets that line from the checkpoint. Raises RunError at once if the folder
@@ -211,8 +232,9 @@ class RunFolder:
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.recipe_file.write_text(dump_toml(recipe), encoding="utf-8")
+            self.recipe_file.write_text(dump_toml(start.recipe, start.origins), encoding="utf-8")
             (self.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+            resumed = start.resumed
             step = resumed.step if resumed else 0
             _keep_until(self.samples, step)
             last = _keep_until(self.metrics, step)

@@ -42,7 +42,7 @@ def test_a_group_of_the_recipe_is_the_default_world():
         (
             ["moe.num_experts=6", "moe.ep=3"],
             4,
-            "moe.ep = 3 ranks share the experts, so the ranks must be a multiple of 3; use 6",
+            "the ranks of a launch must be a multiple of 3",
         ),
         (["train.batch_size=10"], 4, "train.batch_size = 10 does not fill a grid of 4 lanes"),
         (["distributed.lanes=6", "train.batch_size=12"], 2, "the quotient must be a power of two"),
