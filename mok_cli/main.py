@@ -27,7 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "eval": ("mok_cli.eval:evaluate", "Loss of a trained model on text."),
     "export": ("mok_cli.export:export", "Write a run as a Hugging Face model."),
     "probe-topology": ("mok_cli.probe_topology:probe_topology", "Show GPUs and links; advise on expert groups."),
-    "bench": ("mok_cli.bench:bench", "Measure speed against others."),
+    "bench": ("mok_cli.bench:bench", "Measure speed, after checking that the result is right."),
     "recipes": ("mok_cli.recipes:recipes", "List, show, copy or check recipes."),
 }
 

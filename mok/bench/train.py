@@ -193,7 +193,8 @@ def _serve(pipe: Connection, kind: str, recipe: Recipe, vocab_size: int) -> None
         return HfContestant(recipe, vocab_size, device)
 
     def run(contestant: Contestant, count: int) -> tuple[list[float], list[float]]:
-        values, seconds = [], []
+        values: list[float] = []
+        seconds: list[float] = []
         for index in range(count):
             batch = tokens[index % len(tokens)]
             started = time.perf_counter()
