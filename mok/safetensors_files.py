@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -30,7 +31,7 @@ INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The dtypes that weights may have, by their names in the files."""
 
-MAPPED_BYTES = 256 << 20
+MAPPED_BYTES = 128 << 20
 """A file is mapped anew after this much was read from it, so that pages already read leave the process's memory."""
 
 HEADER_ALIGNMENT = 64
@@ -178,15 +179,16 @@ def write_shards(
     facts: dict[str, dict[str, str]] = {}
     for number, shard in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        with open(folder / file, "wb") as out:
+        with open(folder / file, "wb") as out, ThreadPoolExecutor(1) as hasher:
             out.write(_header(shard))
             for entry in shard:
                 tensor = read(entry.name)
                 if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
                     raise CheckpointError(f"{entry.name}: {tensor.dtype} {list(tensor.shape)}, but {entry} was announced")
                 data = tensor_bytes(tensor)
+                digest = hasher.submit(sha256, data)
                 out.write(data)
-                facts[entry.name] = {"file": file, "sha256": sha256(data).hexdigest()}
+                facts[entry.name] = {"file": file, "sha256": digest.result().hexdigest()}
                 wrote(entry)
             out.flush()
             os.fsync(out.fileno())
