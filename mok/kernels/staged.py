@@ -5,6 +5,7 @@ bit for bit that of `mok/kernels/mega.py` where both run: bf16 operands, one fp3
 order, one rounding at the end. Knows nothing of torch, of how a table is made or of what waits for what: the launches of
 `mok/launch/staged.py` follow one another, so every operand is there. Read next: `mok/kernels/rows.py`, which moves rows.
 
+Operands of products come as descriptors or as pointers with sizes, see `load_block`; row buffers are one matrix of them.
 A tile is 128 rows by 256 columns (gate_up: 128 columns of gate and the same of up), worked on BLOCK_N columns at a time and
 BLOCK_C contraction elements a step. Neither choice changes a bit, nor does the number of programs. Every launch switches fused
 multiply-add off. Rows past the end of a half tile, and columns past the width, are computed and not stored.
@@ -43,9 +44,21 @@ def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def expert_block(weight, expert, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """weight[expert, row:row + ROWS, column:column + COLUMNS], zero past the ends."""
-    return tl.reshape(weight.load([expert, row, column]), (ROWS, COLUMNS))
+def load_block(matrices, place, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """matrices[place, row:row + ROWS, column:column + COLUMNS], zero past the ends.
+
+    `matrices`: a descriptor with blocks [1, ROWS, COLUMNS], or, for GPUs without bulk copies, (pointer, stride of a matrix,
+    stride of a row, rows, columns): there a descriptor would be read element by element.
+    """
+    if isinstance(matrices, tl.tuple):
+        rows = tl.arange(0, ROWS)[:, None]
+        columns = tl.arange(0, COLUMNS)[None, :]
+        inside = (row + rows < matrices[3]) & (column + columns < matrices[4])
+        first = matrices[0] + tl.cast(place, tl.int64) * matrices[1] + tl.cast(row, tl.int64) * matrices[2] + column
+        block = tl.load(first + rows * matrices[2] + columns, mask=inside, other=0.0)
+    else:
+        block = tl.reshape(matrices.load([place, row, column]), (ROWS, COLUMNS))
+    return block
 
 
 @triton.jit
@@ -92,7 +105,7 @@ def gate_up_tile(
 ):  # fmt: skip
     """h = silu(g) * u with g = x gate_e^T and u = x up_e^T, each rounded first, so that a backward recomputes exactly this h.
 
-    Program: 128 rows, 128 columns of h. Reads x_rows [P, H], gate, up [L, I, H] (descriptors). Writes h_rows and, if KEEP,
+    Program: 128 rows, 128 columns of h. Reads x_rows [P, H], gate, up [L, I, H]. Writes h_rows and, if KEEP,
     gate_rows and up_rows [P, I].
     """
     COLUMNS: tl.constexpr = BLOCK_N // 2
@@ -104,9 +117,9 @@ def gate_up_tile(
         g = tl.zeros((TILE_M, COLUMNS), tl.float32)
         u = tl.zeros((TILE_M, COLUMNS), tl.float32)
         for step in range(steps):
-            x = x_rows.load([row, step * BLOCK_C])
-            g = tl.dot(x, expert_block(gate, expert, column, step * BLOCK_C, COLUMNS, BLOCK_C).T, g)
-            u = tl.dot(x, expert_block(up, expert, column, step * BLOCK_C, COLUMNS, BLOCK_C).T, u)
+            x = load_block(x_rows, 0, row, step * BLOCK_C, TILE_M, BLOCK_C)
+            g = tl.dot(x, load_block(gate, expert, column, step * BLOCK_C, COLUMNS, BLOCK_C).T, g)
+            u = tl.dot(x, load_block(up, expert, column, step * BLOCK_C, COLUMNS, BLOCK_C).T, u)
         g = g.to(tl.bfloat16)
         u = u.to(tl.bfloat16)
         if KEEP:
@@ -121,7 +134,7 @@ def gate_up_tile(
 def down_tile(task, h_rows, down, y_rows, width, steps, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
     """y = h down_e^T.
 
-    Program: 128 rows, 256 columns. Reads h_rows [P, I], down [L, H, I] (descriptors). Writes y_rows [P, H].
+    Program: 128 rows, 256 columns. Reads h_rows [P, I], down [L, H, I]. Writes y_rows [P, H].
     """
     row = first_row(task)
     expert = tl.load(task + EXPERT)
@@ -130,8 +143,8 @@ def down_tile(task, h_rows, down, y_rows, width, steps, BLOCK_N: tl.constexpr, B
         column = first_column(task) + part * BLOCK_N
         y = tl.zeros((TILE_M, BLOCK_N), tl.float32)
         for step in range(steps):
-            h = h_rows.load([row, step * BLOCK_C])
-            y = tl.dot(h, expert_block(down, expert, column, step * BLOCK_C, BLOCK_N, BLOCK_C).T, y)
+            h = load_block(h_rows, 0, row, step * BLOCK_C, TILE_M, BLOCK_C)
+            y = tl.dot(h, load_block(down, expert, column, step * BLOCK_C, BLOCK_N, BLOCK_C).T, y)
         store_columns(y_rows, row, valid, column, width, y, BLOCK_N)
 
 
@@ -143,8 +156,8 @@ def down_tile(task, h_rows, down, y_rows, width, steps, BLOCK_N: tl.constexpr, B
 def multiply(accumulator, rows, weight, row, expert, column, steps, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
     """accumulator + rows[row, :] weight[expert, :, column], continuing the chain; the weight is read along its own rows."""
     for step in range(steps):
-        a = rows.load([row, step * BLOCK_C])
-        accumulator = tl.dot(a, expert_block(weight, expert, step * BLOCK_C, column, BLOCK_C, BLOCK_N), accumulator)
+        a = load_block(rows, 0, row, step * BLOCK_C, TILE_M, BLOCK_C)
+        accumulator = tl.dot(a, load_block(weight, expert, step * BLOCK_C, column, BLOCK_C, BLOCK_N), accumulator)
     return accumulator
 
 
@@ -223,7 +236,7 @@ def dh_tile(
 ):  # fmt: skip
     """dh = dy down_e, then `finish_dh`. Program: 128 rows, 256 columns.
 
-    Reads dy_rows [P, H], down [L, H, I] (descriptors); gate_rows, up_rows [P, I]; weights_N, the router weight of each route,
+    Reads dy_rows [P, H], down [L, H, I]; gate_rows, up_rows [P, I]; weights_N, the router weight of each route,
     taken as 0 for padding. Writes wh_rows, dgate_rows, dup_rows [P, I] (the last two may be gate_rows and up_rows) and partial
     [P, num_sums] fp32.
     """
@@ -259,7 +272,7 @@ def dx_tile(
 ):  # fmt: skip
     """dx = d(gate) gate_e + d(up) up_e, one chain: all of gate, then all of up. Program: 128 rows, 256 columns.
 
-    Reads dgate_rows, dup_rows [P, I], gate, up [L, I, H] (descriptors). Writes dx_rows [P, H].
+    Reads dgate_rows, dup_rows [P, I], gate, up [L, I, H]. Writes dx_rows [P, H].
     """
     row = first_row(task)
     expert = tl.load(task + EXPERT)
@@ -280,7 +293,7 @@ def weight_tile(
     """gradient[e] = left^T right over all rows of expert e in order, after what is there already if CONTINUE.
 
     Program: 128 rows, 256 columns of the gradient. An expert without rows keeps what it has, or gets zeros. Reads
-    left_rows[part] [P, height], right_rows [P, width] (descriptors). Reads and writes gradient fp32 [L, height, width], rows
+    left_rows[part] [P, height], right_rows [P, width]. Reads and writes gradient fp32 [L, height, width], rows
     contiguous.
     """
     row = first_row(task)
@@ -297,8 +310,9 @@ def weight_tile(
             else:
                 accumulator = tl.zeros((TILE_M, BLOCK_N), tl.float32)
             for step in range(steps):
-                left = expert_block(left_rows, part, row + step * BLOCK_C, m, BLOCK_C, TILE_M)
-                accumulator = tl.dot(left.T, right_rows.load([row + step * BLOCK_C, column]), accumulator)
+                left = load_block(left_rows, part, row + step * BLOCK_C, m, BLOCK_C, TILE_M)
+                right = load_block(right_rows, 0, row + step * BLOCK_C, column, BLOCK_C, BLOCK_N)
+                accumulator = tl.dot(left.T, right, accumulator)
             tl.store(target + first + places, accumulator, mask=inside)
 
 
@@ -306,8 +320,10 @@ def weight_tile(
 # Kernels: each walks the tasks of one kind. In a table whose phases hold all groups they are one stretch: `tiles` tasks for
 # each m-tile, after `tiles_before` for each. `sizes` is the planner's.
 
+RUNTIME_SIZES = ["tiles", "tiles_before", "steps", "num_sums", "num_experts", "tasks_per_expert", "first", "count"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
 def run_gate_up(
     tasks, sizes, tiles, x_rows, gate, up, h_rows, gate_rows, up_rows, width, steps,
     KEEP: tl.constexpr, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -318,7 +334,7 @@ def run_gate_up(
         gate_up_tile(task, x_rows, gate, up, h_rows, gate_rows, up_rows, width, steps, KEEP, CLAMP, BLOCK_N, BLOCK_C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
 def run_down(
     tasks, sizes, tiles_before, tiles, h_rows, down, y_rows, width, steps, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
 ):  # fmt: skip
@@ -329,7 +345,7 @@ def run_down(
         down_tile(task, h_rows, down, y_rows, width, steps, BLOCK_N, BLOCK_C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
 def run_dh(
     tasks, sizes, tiles, dy_rows, down, gate_rows, up_rows, wh_rows, dgate_rows, dup_rows, partial, num_sums, route_of_row_P,
     weights_N, width, steps, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -343,7 +359,7 @@ def run_dh(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
 def run_dx(
     tasks, sizes, tiles_before, tiles, dgate_rows, dup_rows, gate, up, dx_rows, width, steps,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
@@ -355,7 +371,7 @@ def run_dx(
         dx_tile(task, dgate_rows, dup_rows, gate, up, dx_rows, width, steps, BLOCK_N, BLOCK_C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=RUNTIME_SIZES)
 def run_weights(
     tasks, sizes, tiles_before, num_experts, tasks_per_expert, first, count, left_rows, right_rows, gradient, up_gradient,
     expert_stride, up_stride, height, width, CONTINUE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,

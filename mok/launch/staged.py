@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -54,12 +54,14 @@ class StagedConfig:
 
     block_n: columns at a time, 256 or 128. block_c: contraction elements per step, a power of two from 16.
     num_stages: steps whose operands are in flight. num_warps: 4 or 8.
+    bulk_copies: operands by the tensor memory accelerator, from compute capability 9.0 on; else by asynchronous copies.
     """
 
     block_n: int = 256
     block_c: int = 64
     num_stages: int = 3
     num_warps: int = 8
+    bulk_copies: bool = True
 
     @property
     def shared_memory_bytes(self) -> int:
@@ -69,19 +71,23 @@ class StagedConfig:
 
 CANDIDATES = (
     StagedConfig(256, 64, 3),
+    StagedConfig(128, 64, 4),
     StagedConfig(128, 64, 3),
-    StagedConfig(128, 64, 2),
     StagedConfig(128, 32, 3),
-    StagedConfig(128, 16, 2, 4),
+    StagedConfig(128, 16, 2),
 )
 """In order of preference."""
+
+WIDE_TILES = (90, 100, 103)
+"""Architectures whose tensor cores work on operands in shared memory; elsewhere 256 columns do not fit into registers."""
 
 
 def choose_config(gpu: Gpu) -> StagedConfig:
     """The first candidate that fits `gpu`: a pure function, the same in every process. UsageError if none does."""
     for config in CANDIDATES:
-        if config.shared_memory_bytes <= gpu.shared_memory_bytes:
-            return config
+        fits = config.shared_memory_bytes <= gpu.shared_memory_bytes
+        if fits and (config.block_n == 128 or gpu.arch in WIDE_TILES):
+            return replace(config, bulk_copies=gpu.arch >= 90)
     least = min(config.shared_memory_bytes for config in CANDIDATES)
     raise UsageError(
         f"this GPU gives a block {gpu.shared_memory_bytes} bytes of shared memory and the smallest staged tile needs {least}; "
@@ -89,19 +95,12 @@ def choose_config(gpu: Gpu) -> StagedConfig:
     )
 
 
-def rows_in(rows: Tensor, config: StagedConfig) -> TensorDescriptor:
-    """Row operand of a product along its columns: blocks [TILE_M, block_c]."""
-    return TensorDescriptor.from_tensor(rows, [TILE_M, config.block_c])
-
-
-def weight_rows(weight: Tensor, columns: int, config: StagedConfig) -> TensorDescriptor:
-    """Weight [L, N, C] contracted along its rows' elements: blocks [columns, block_c] of one expert."""
-    return TensorDescriptor.from_tensor(weight, [1, columns, config.block_c])
-
-
-def weight_columns(weight: Tensor, config: StagedConfig) -> TensorDescriptor:
-    """Weight [L, C, N] contracted over its rows: blocks [block_c, block_n] of one expert."""
-    return TensorDescriptor.from_tensor(weight, [1, config.block_c, config.block_n])
+def operand(config: StagedConfig, matrices: Tensor, rows: int, columns: int) -> Any:
+    """`matrices` [n, M, N] or [M, N], read in blocks [rows, columns] of one matrix: what `load_block` of the kernels takes."""
+    matrices = matrices if matrices.dim() == 3 else matrices.unsqueeze(0)
+    if config.bulk_copies:
+        return TensorDescriptor.from_tensor(matrices, [1, rows, columns])
+    return matrices, matrices.stride(0), matrices.stride(1), matrices.shape[1], matrices.shape[2]
 
 
 def options(config: StagedConfig) -> dict[str, object]:
@@ -136,11 +135,12 @@ def gate_up(
 ) -> None:
     """h_rows = silu(x gate^T) * (x up^T) of every row; `kept` [2, P, I] receives both pre-activations."""
     _, width, hidden = gate_LIH.shape
+    n, c = config.block_n, config.block_c
     gate_rows, up_rows = (h_rows, h_rows) if kept is None else kept
     kernels.run_gate_up[(gpu.num_sms,)](
-        plan.forward_tasks, plan.sizes, ceil_div(width, TILE_N // 2), rows_in(x_rows, config),
-        weight_rows(gate_LIH, config.block_n // 2, config), weight_rows(up_LIH, config.block_n // 2, config),
-        h_rows, gate_rows, up_rows, width, ceil_div(hidden, config.block_c),
+        plan.forward_tasks, plan.sizes, ceil_div(width, TILE_N // 2),
+        operand(config, x_rows, TILE_M, c), operand(config, gate_LIH, n // 2, c), operand(config, up_LIH, n // 2, c),
+        h_rows, gate_rows, up_rows, width, ceil_div(hidden, c),
         KEEP=kept is not None, CLAMP=clamp, **options(config),
     )  # fmt: skip
 
@@ -148,9 +148,11 @@ def gate_up(
 def down(h_rows: Tensor, down_LHI: Tensor, y_rows: Tensor, plan: DevicePlan, gpu: Gpu, config: StagedConfig) -> None:
     """y_rows = h down^T."""
     _, hidden, width = down_LHI.shape
+    n, c = config.block_n, config.block_c
     kernels.run_down[(gpu.num_sms,)](
-        plan.forward_tasks, plan.sizes, ceil_div(width, TILE_N // 2), ceil_div(hidden, TILE_N), rows_in(h_rows, config),
-        weight_rows(down_LHI, config.block_n, config), y_rows, hidden, ceil_div(width, config.block_c), **options(config),
+        plan.forward_tasks, plan.sizes, ceil_div(width, TILE_N // 2), ceil_div(hidden, TILE_N),
+        operand(config, h_rows, TILE_M, c), operand(config, down_LHI, n, c), y_rows, hidden, ceil_div(width, c),
+        **options(config),
     )  # fmt: skip
 
 
@@ -188,11 +190,13 @@ def dh(
     """From dy_rows and the pre-activations: wh_rows = weight * h, the partial sums of dH * h, and, in place of the
     pre-activations, their gradients. weights_N: fp32, the factor of each route."""
     _, hidden, width = down_LHI.shape
+    n, c = config.block_n, config.block_c
     gate_rows, up_rows = gate_up_2PI
     kernels.run_dh[(gpu.num_sms,)](
-        plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N), rows_in(dy_rows, config), weight_columns(down_LHI, config),
+        plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N),
+        operand(config, dy_rows, TILE_M, c), operand(config, down_LHI, c, n),
         gate_rows, up_rows, wh_rows, gate_rows, up_rows, partial, partial.shape[1], plan.route_of_row_P, weights_N, width,
-        ceil_div(hidden, config.block_c), CLAMP=clamp, **options(config),
+        ceil_div(hidden, c), CLAMP=clamp, **options(config),
     )  # fmt: skip
 
 
@@ -207,11 +211,13 @@ def dx(
 ) -> None:
     """dx_rows = d(gate) gate + d(up) up."""
     _, width, hidden = gate_LIH.shape
+    n, c = config.block_n, config.block_c
     dgate_rows, dup_rows = d_gate_up_2PI
     kernels.run_dx[(gpu.num_sms,)](
-        plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N), ceil_div(hidden, TILE_N), rows_in(dgate_rows, config),
-        rows_in(dup_rows, config), weight_columns(gate_LIH, config), weight_columns(up_LIH, config), dx_rows, hidden,
-        ceil_div(width, config.block_c), **options(config),
+        plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N), ceil_div(hidden, TILE_N),
+        operand(config, dgate_rows, TILE_M, c), operand(config, dup_rows, TILE_M, c),
+        operand(config, gate_LIH, c, n), operand(config, up_LIH, c, n), dx_rows, hidden,
+        ceil_div(width, c), **options(config),
     )  # fmt: skip
 
 
@@ -226,10 +232,11 @@ def down_gradient(
 ) -> None:
     """d_down_LHI = dy^T (weight * h) of each expert's rows, fp32, begun or continued; its rows must be contiguous."""
     num_experts, hidden, width = d_down_LHI.shape
+    n, c = config.block_n, config.block_c
     down_tasks, tasks_per_expert = weight_tasks(hidden, width)
     kernels.run_weights[(gpu.num_sms,)](
         plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N) + ceil_div(hidden, TILE_N), num_experts, tasks_per_expert,
-        0, down_tasks, left_columns(dy_rows.unsqueeze(0), config), right_columns(wh_rows, config), d_down_LHI, d_down_LHI,
+        0, down_tasks, operand(config, dy_rows, c, TILE_M), operand(config, wh_rows, c, n), d_down_LHI, d_down_LHI,
         d_down_LHI.stride(0), d_down_LHI.stride(0), hidden, width, CONTINUE=started, **options(config),
     )  # fmt: skip
 
@@ -246,22 +253,13 @@ def gate_up_gradients(
 ) -> None:
     """d_gate_LIH, d_up_LIH = d_gate_up_2PI[0, 1]^T x of each expert's rows; as `down_gradient`. d_gate_up_2PI: [2, P, I]."""
     num_experts, width, hidden = d_gate_LIH.shape
+    n, c = config.block_n, config.block_c
     down_tasks, tasks_per_expert = weight_tasks(hidden, width)
     kernels.run_weights[(gpu.num_sms,)](
         plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N) + ceil_div(hidden, TILE_N), num_experts, tasks_per_expert,
-        down_tasks, tasks_per_expert - down_tasks, left_columns(d_gate_up_2PI, config), right_columns(x_rows, config),
+        down_tasks, tasks_per_expert - down_tasks, operand(config, d_gate_up_2PI, c, TILE_M), operand(config, x_rows, c, n),
         d_gate_LIH, d_up_LIH, d_gate_LIH.stride(0), d_up_LIH.stride(0), width, hidden, CONTINUE=started, **options(config),
     )  # fmt: skip
-
-
-def left_columns(rows: Tensor, config: StagedConfig) -> TensorDescriptor:
-    """Row operands [parts, P, M] of a product over rows: blocks [block_c, TILE_M] of one part."""
-    return TensorDescriptor.from_tensor(rows, [1, config.block_c, TILE_M])
-
-
-def right_columns(rows: Tensor, config: StagedConfig) -> TensorDescriptor:
-    """Row operand [P, N] of a product over rows: blocks [block_c, block_n]."""
-    return TensorDescriptor.from_tensor(rows, [config.block_c, config.block_n])
 
 
 def weight_tasks(hidden: int, width: int) -> tuple[int, int]:
