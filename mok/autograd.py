@@ -8,6 +8,7 @@ Owns what is saved between forward and backward, and where each gradient goes: f
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -16,10 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mok.backends.interface import ExpertWeights, Options, SharedWeights
+from mok.backends import choose
+from mok.backends.interface import ExpertWeights, LayerShape, Options, SharedWeights
 from mok.errors import UsageError
 from mok.gradients import GradBuffers, halving_tree
-from mok.schedule import Schedule
+from mok.grid import CallGrid
+from mok.schedule import Schedule, build_schedule, count_routes
 
 __all__ = ["Plan", "experts"]
 
@@ -31,6 +34,21 @@ class Plan:
     backend: ModuleType
     schedule: Schedule
     options: Options
+
+    @classmethod
+    def of(
+        cls, backend: str, shape: LayerShape, expert_ids_TK: Tensor, options: Options, grid: CallGrid, dtype: torch.dtype
+    ) -> Plan:
+        """Choose the backend and plan the call. Raises UsageError where either cannot be; warns of a notice on the choice."""
+        module, notice = choose(backend, shape, dtype, expert_ids_TK.device)
+        if notice:
+            warnings.warn(notice, stacklevel=4)
+        if hasattr(module, "build_schedule"):  # on the device, for kernels that read it there
+            return cls(module, module.build_schedule(expert_ids_TK, shape, grid, options), options)
+        counts_CE = None
+        if options.transport is not None:
+            counts_CE = options.transport.all_counts(count_routes(expert_ids_TK, shape.num_experts, grid))
+        return cls(module, build_schedule(expert_ids_TK, shape.num_experts, grid, counts_CE), options)
 
 
 def experts(

@@ -6,17 +6,14 @@ Owns the checks of what users pass in, and the way from expert ids to a schedule
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 
 from mok.autograd import Plan, experts
-from mok.backends import choose
 from mok.backends.interface import LayerShape, Options
+from mok.compiled import compiled_experts
 from mok.errors import UsageError
 from mok.grid import CallGrid
-from mok.schedule import Schedule, build_schedule, count_routes
 from mok.transport.interface import Transport
 
 __all__ = ["moe", "moe_layer"]
@@ -80,21 +77,18 @@ def moe_layer(
     grid: CallGrid,
     shared: tuple[Tensor, Tensor] | None = None,
     shared_scale_T: Tensor | None = None,
-) -> tuple[Tensor, Schedule]:
-    """`moe` on [T, H], with expert weights as `mok.autograd.experts` takes them, and shared experts; y_TH and the plan."""
+) -> tuple[Tensor, Tensor]:
+    """`moe` on [T, H], with expert weights as `mok.autograd.experts` takes them, and shared experts.
+
+    Returns y_TH and the routes of each of this rank's slices to each expert, int64 [local slices, E]."""
     shape = _checked_shape(x_TH, expert_ids_TK, weights_TK, routed, shared, grid, options)
-    module, notice = choose(backend, shape, x_TH.dtype, x_TH.device)
-    if notice:
-        warnings.warn(notice, stacklevel=3)
-    if hasattr(module, "build_schedule"):  # on the device, for kernels that read it there
-        schedule = module.build_schedule(expert_ids_TK, shape, grid, options)
-    else:
-        counts_CE = None
-        if options.transport is not None:
-            counts_CE = options.transport.all_counts(count_routes(expert_ids_TK, shape.num_experts, grid))
-        schedule = build_schedule(expert_ids_TK, shape.num_experts, grid, counts_CE)
     wide = torch.float64 if x_TH.dtype == torch.float64 else torch.float32
-    return experts(x_TH, weights_TK.to(wide), routed, Plan(module, schedule, options), shared, shared_scale_T), schedule
+    weights_TK = weights_TK.to(wide)
+    if torch.compiler.is_compiling():
+        return compiled_experts(x_TH, expert_ids_TK, weights_TK, routed, shared, shared_scale_T, options, backend, grid)
+    plan = Plan.of(backend, shape, expert_ids_TK, options, grid, x_TH.dtype)
+    y_TH = experts(x_TH, weights_TK, routed, plan, shared, shared_scale_T)
+    return y_TH, plan.schedule.counts_CE[grid.rank :: grid.ranks]
 
 
 def _checked_shape(

@@ -6,9 +6,12 @@ of `mok.backends.interface`, imported when it is chosen.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
+
+from torch import get_float32_matmul_precision
 
 from mok.backends.interface import LayerShape
 from mok.errors import UsageError
@@ -36,6 +39,14 @@ def choose(name: str, shape: LayerShape, dtype: torch.dtype, device: torch.devic
     `auto` takes the first of `AUTO` that can run, and the notice says why better ones cannot. Raises UsageError for an unknown
     name, and where a named backend, or all of `auto`, cannot run, with every reason.
     """
+    # A layer asks on every call. The precision of matmul is a setting of the process that a backend may refuse.
+    return _choice(name, shape, dtype, device, get_float32_matmul_precision())
+
+
+@cache
+def _choice(
+    name: str, shape: LayerShape, dtype: torch.dtype, device: torch.device, precision: str
+) -> tuple[ModuleType, str | None]:
     if name != "auto":
         if name not in BACKENDS:
             raise UsageError(f"moe.backend = {name!r}: must be one of auto, {', '.join(BACKENDS)}")

@@ -102,7 +102,7 @@ class MoE(nn.Module):
             shared = (self.w_shared_gate_up, self.w_shared_down)
             if self.w_shared_gate is not None:
                 scale_T = 1.0 / (1.0 + torch.exp(-router_linear(x_TH, self.w_shared_gate).squeeze(1)))
-        y_TH, schedule = moe_layer(
+        y_TH, counts_CE = moe_layer(
             x_TH,
             routes.expert_ids_TK,
             routes.weights_TK,
@@ -113,7 +113,6 @@ class MoE(nn.Module):
             shared=shared,
             shared_scale_T=scale_T,
         )
-        counts_CE = schedule.counts_CE[grid.rank :: grid.ranks]
         return y_TH, MoEStats(routes.balance_loss_C, routes.z_loss_C, counts_CE)
 
 

@@ -106,7 +106,7 @@ class Router(nn.Module):
     """Logits and routes of one MoE layer.
 
     weight [E, H] in the model's dtype; correction_bias [E] (a buffer, or None) stays fp32 through every cast. layer: index that
-    errors name. Non-finite logits raise NonFiniteError at once on a CPU; elsewhere those tokens get no route, and
+    errors name. Non-finite logits raise NonFiniteError at once on a CPU; on a GPU, and compiled, those tokens get no route, and
     `num_bad_rows`, a device counter, grows by their number.
     """
 
@@ -141,7 +141,7 @@ class Router(nn.Module):
 
     def forward(self, x_TH: Tensor, grid: CallGrid | None = None, valid_T: Tensor | None = None) -> Routes:
         logits_TE = router_linear(x_TH, self.weight)
-        if x_TH.device.type == "cpu":
+        if x_TH.device.type == "cpu" and not torch.compiler.is_compiling():
             self._raise_if_not_finite(logits_TE.detach())
         else:
             finite_T = logits_TE.detach().isfinite().all(1)

@@ -215,3 +215,38 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_arguments_that_do_not_fit_are_refused(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         mok.moe(**{**arguments(), **changed})
+
+
+# torch 2.13's own tracing of an autograd function instantiates it and is warned by torch.
+TRACED = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+@TRACED
+def test_compiled_in_one_graph_the_bits_are_the_same() -> None:
+    torch.manual_seed(0)
+    layer = mok.MoE(32, 48, 8, 2, num_shared_experts=1, shared_gate=True)
+    x = torch.randn(12, 32)
+    results = []
+    for module in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        y.square().sum().backward()
+        results.append([y, leaf.grad, *(p.grad.clone() for p in layer.parameters())])
+    for one, two in zip(*results, strict=True):
+        assert_same_bits("compiled", two, one)
+
+
+@TRACED
+def test_compiling_refuses_main_grads() -> None:
+    layer = mok.MoE(32, 48, 8, 2)
+    layer.w_gate_up.main_grad = torch.zeros(layer.w_gate_up.shape)
+    with pytest.raises(Exception, match=r"expert gradients go to \.grad"):
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(torch.randn(4, 32))
+
+
+def test_the_compiled_operation_is_registered_soundly() -> None:
+    values = arguments()
+    routed = [values[name].requires_grad_() for name in ("w_gate_EIH", "w_up_EIH", "w_down_EHI")]
+    x, ids, weights = values["x_TH"].requires_grad_(), values["expert_ids_TK"], values["weights_TK"].requires_grad_()
+    torch.library.opcheck(torch.ops.mok.experts, (x, ids, weights, [], routed, [], 0.0, "torch", 1, [0]))
