@@ -61,7 +61,7 @@ def verify_determinism(
     keep: Path | None,
     output: Output,
 ) -> None:
-    """Prove that RECIPE (default: toy) gives the same bytes.
+    """Prove that RECIPE gives the same bytes.
 
     Every axis runs in fresh processes and is compared, tensor by tensor and step by step, with one reference run. The first
     divergence is named: step, phase, tensor, index, both values. Exit code 3 means that something diverged.

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,6 +168,15 @@ class ArmFailed(RunError):
         self.code = code
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What became of an arm: its folder, how long it took, and how it failed, if it did."""
+
+    folder: Path
+    seconds: float
+    failed: ArmFailed | None = None
+
+
 @dataclass
 class Workshop:
     """Where the arms of one verification run. say: told what is being run."""
@@ -183,6 +193,7 @@ class Workshop:
         expected: folder of an arm; the first tensor that is not as there is kept. keep: this tensor is kept. until: last step
         that is run; 0 for all. Raises ArmFailed with the arm's last words.
         """
+        self.say(f"{place.rpartition('-')[0] or 'start'}: {arm.name}")
         folder = self.folder / place
         folder.mkdir(parents=True)
         recipe = folder / "recipe.toml"
@@ -204,6 +215,26 @@ class Workshop:
         if code:
             raise ArmFailed(f"{arm.name}: {last_words(folder)}", code)
         return folder
+
+    def run_all(self, arms: Sequence[tuple[str, Arm]], expected: Path) -> dict[str, Outcome]:
+        """Run (place, arm) pairs, on a CPU as many side by side as there are cores for."""
+
+        def run(place: str, arm: Arm) -> Outcome:
+            started = time.perf_counter()
+            try:
+                folder, failed = self.run(arm, place, expected), None
+            except ArmFailed as error:
+                folder, failed = self.folder / place, error
+            return Outcome(folder, time.perf_counter() - started, failed)
+
+        outcomes: dict[str, Outcome] = {}
+        for nproc in sorted({arm.nproc for _, arm in arms}):
+            chosen = [(place, arm) for place, arm in arms if arm.nproc == nproc]
+            at_once = max((os.cpu_count() or 1) // nproc, 1) if self.device == "cpu" else 1
+            with ThreadPoolExecutor(at_once) as pool:
+                results = pool.map(lambda pair: run(*pair), chosen)
+                outcomes |= dict(zip((place for place, _ in chosen), results, strict=True))
+        return outcomes
 
     def _start(self, folder: Path) -> subprocess.Popen[bytes]:
         with (folder / "output.txt").open("ab") as output:
@@ -263,47 +294,60 @@ def verify_recipe(
     flip_or_kind = parse_injection(inject) if inject else ""
     if isinstance(flip_or_kind, Flip) and flip_or_kind.step > recipe.train.steps:
         raise UsageError(f"--inject {inject}: the run has {recipe.train.steps} steps; use --steps, or an earlier step")
-    recipe = shared_grid(recipe)
+    recipe = quick(shared_grid(recipe), device)
     shop = Workshop(folder, recipe, device, activations, say)
-    say("reference")
     reference = shop.run(Arm("reference"), "reference")
     trace = read_trace(reference / "trace")
     report = Report(
         "recipe", [], read_json(reference / "fingerprint.json"), read_json(reference / "result.json")["state_sha256"]
     )
-    for axis in axes:
-        started = time.perf_counter()
-        arms, reason = arms_of(axis, recipe, device, runs)
-        result = AxisResult(
-            axis, "equal" if arms else "not run", reason, ["reference", *(arm.name for arm in arms)] * bool(arms)
-        )
-        if inject and arms:
-            arms[-1] = dataclasses.replace(arms[-1], inject=inject)
-        for number, arm in enumerate(arms):
-            say(f"{axis}: {arm.name}")
-            result.finding = check_arm(shop, arm, f"{axis}-{number}", reference, trace, result)
-            if result.finding:
-                result.status = "diverged"
-                break
-        result.seconds = time.perf_counter() - started
+    plan = {axis: arms_of(axis, recipe, device, runs) for axis in axes}
+    if inject:
+        for arms, _ in plan.values():
+            arms[-1:] = [dataclasses.replace(arm, inject=inject) for arm in arms[-1:]]
+    outcomes = shop.run_all([(f"{axis}-{i}", arm) for axis, (arms, _) in plan.items() for i, arm in enumerate(arms)], reference)
+    for axis, (arms, reason) in plan.items():
+        result = AxisResult(axis, "equal" if arms else "not run", reason)
+        result.arms = ["reference", *(arm.name for arm in arms)] * bool(arms)
+        for i, arm in enumerate(arms):
+            outcome = outcomes[f"{axis}-{i}"]
+            result.seconds += outcome.seconds
+            if result.finding is None:
+                result.finding = check_arm(shop, arm, outcome, reference, trace, result)
+        if result.finding:
+            result.status = "diverged"
         report.axes.append(result)
     return report, trace
 
 
-def check_arm(shop: Workshop, arm: Arm, place: str, reference: Path, trace: Trace, result: AxisResult) -> Finding | None:
-    """Run one arm, count what was compared in `result`, and look into the first divergence if there is one."""
+def quick(recipe: Recipe, device: str) -> Recipe:
+    """`recipe` with as little as possible of what changes no bit of the state: evaluation, samples, lines, threads."""
+    changes: dict[str, Any] = {
+        "eval": dataclasses.replace(recipe.eval, every=0, batches=1),
+        "sample": dataclasses.replace(recipe.sample, every=0, tokens=1),
+        "log": dataclasses.replace(recipe.log, every=recipe.train.steps),
+    }
+    if device == "cpu":
+        # Arms run side by side, one per core.
+        changes["train"] = dataclasses.replace(recipe.train, threads=1)
+    return dataclasses.replace(recipe, **changes)
+
+
+def check_arm(shop: Workshop, arm: Arm, outcome: Outcome, reference: Path, trace: Trace, result: AxisResult) -> Finding | None:
+    """Count what was compared in `result`, and look into the first divergence if there is one.
+
+    Raises UsageError where the arm was refused, RunError where it failed without any divergence.
+    """
+    folder, failed = outcome.folder, outcome.failed
+    if failed is not None and failed.code == UsageError.exit_code:
+        raise UsageError(str(failed))
     if arm.layer_check:
-        folder = shop.run(arm, place)
+        if failed is not None:
+            raise failed
         found = read_json(folder / "result.json")
         result.num_tensors, result.num_bytes = result.num_tensors + found["num_tensors"], result.num_bytes + found["num_bytes"]
         return layer_finding(found, arm) if found["divergence"] else None
-    note = ""
-    try:
-        folder = shop.run(arm, place, expected=reference)
-    except ArmFailed as failed:
-        if failed.code == UsageError.exit_code:
-            raise UsageError(str(failed)) from None
-        folder, note = shop.folder / place, f"the run ended early: {failed}"
+    note = f"the run ended early: {failed}" if failed is not None else ""
     try:
         other = read_trace(folder / "trace")
     except FileNotFoundError:
@@ -311,15 +355,13 @@ def check_arm(shop: Workshop, arm: Arm, place: str, reference: Path, trace: Trac
     result.compared(other)
     divergence = first_divergence(trace, other)
     if divergence is None:
-        if note:
-            raise RunError(note)
+        if failed is not None:
+            raise failed
         return None
-    return look_into(shop, divergence, arm, folder, reference, trace, note)
+    return look_into(shop, divergence, arm, folder, trace, note)
 
 
-def look_into(
-    shop: Workshop, divergence: Divergence, arm: Arm, folder: Path, reference: Path, trace: Trace, note: str
-) -> Finding:
+def look_into(shop: Workshop, divergence: Divergence, arm: Arm, folder: Path, trace: Trace, note: str) -> Finding:
     """The values of both sides: the arm kept its own, the reference is run again up to that step."""
     key = divergence.key
     kept = kept_tensors(folder)

@@ -82,6 +82,8 @@ class Run:
         if start.resumed is not None:
             self._resume(start, start.resumed)
         self.observer: Observer | None = None
+        # Nothing draws from the global generator (a trace would show it); what a user adds shall at least repeat.
+        torch.manual_seed(recipe.seed)
         self._stop = ""
         self._tensorboard = self._open_tensorboard()
 
