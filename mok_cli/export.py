@@ -33,8 +33,8 @@ def export(
     """Write a run as a Hugging Face model.
 
     RUN is a run folder, or one checkpoint in it. The folder has safetensors with one
-    tensor per expert, config, tokenizer, a model card and checksums; transformers,
-    vLLM and llama.cpp read it.
+    tensor per expert, config, tokenizer, a model card and checksums, as transformers
+    and programs that read its models expect them.
     """
     max_shard_bytes = _num_bytes(max_shard_size)
 
@@ -74,7 +74,7 @@ def export(
     output.report(facts)
     if verdict is not None:
         verdict.require()
-    output.line(f"Next: AutoModelForCausalLM.from_pretrained({str(to)!r}) in transformers, or `vllm serve {to}`")
+    output.line(f"Next: transformers.AutoModelForCausalLM.from_pretrained({str(to)!r})")
 
 
 def _num_bytes(text: str) -> int:
