@@ -23,10 +23,7 @@ __all__ = ["COMMANDS", "cli", "main"]
 # name -> (where the command is, what it does); the second is here too so that `mok --help` imports no command.
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("mok_cli.train:train", "Train a model from a recipe."),
-    "verify-determinism": (
-        "mok_cli.verify_determinism:verify_determinism",
-        "Prove that RECIPE (default: toy) gives the same bytes.",
-    ),
+    "verify-determinism": ("mok_cli.verify_determinism:verify_determinism", "Prove that RECIPE gives the same bytes."),
     "sample": ("mok_cli.sample:sample", "Write text with a trained model."),
     "eval": ("mok_cli.eval:evaluate", "Loss of a trained model on text."),
     "export": ("mok_cli.export:export", "Write a run as a Hugging Face model."),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from mok.determinism.names import AXES, LAYER_AXES
-from mok.errors import UsageError
+from mok.errors import CheckFailed, UsageError
 from mok_cli.output import Output, examples, json_option
 
 if TYPE_CHECKING:
@@ -26,11 +26,18 @@ DEFAULT_STEPS = 20
 @click.command(
     epilog=examples(
         "mok verify-determinism toy",
-        "mok verify-determinism toy --steps 5 --axis rerun --inject 3:lm_head.weight:7",
+        "mok verify-determinism toy --steps 5 --inject 3:lm_head.weight:7",
     )
 )
 @click.argument("recipe", default="toy")
-@click.option("--axis", "axes", multiple=True, type=click.Choice(AXES), help="What to change; by default all that can run.")
+@click.option(
+    "--axis",
+    "axes",
+    multiple=True,
+    type=click.Choice(AXES),
+    metavar="NAME",
+    help=f"What to change, by default all that can run: {', '.join(AXES)}.",
+)
 @click.option("--target", type=click.Choice(["recipe", "layer"]), default="recipe", help="A training run, or one MoE layer.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a recipe key.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where to compute.")
@@ -104,7 +111,8 @@ def verify_determinism(
     output.report(report.to_dict())
     if junit is not None:
         report.write_junit(junit)
-    report.raise_for_divergence()
+    if report.diverged:
+        raise CheckFailed(f"diverged: {', '.join(axis.axis for axis in report.diverged)}")
 
 
 def verify_training(
