@@ -33,7 +33,7 @@ def sample(
     from pathlib import Path
 
     from mok.train.device import choose_device
-    from mok.train.sampling import sample_text
+    from mok.train.sampling import printable, sample_text
     from mok.train.saved import load_model
 
     saved = load_model(Path(run), choose_device(device))
@@ -49,5 +49,5 @@ def sample(
         saved.step,
         saved.window,
     )
-    output.line(text)
+    output.line(printable(text))
     output.report({"run": run, "step": saved.step, "prompt": prompt, "text": text})

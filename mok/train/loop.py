@@ -35,7 +35,7 @@ from mok.train.batches import Batches
 from mok.train.memory import keep_freed_memory
 from mok.train.ranks import Ranks
 from mok.train.run_folder import Start, finite
-from mok.train.sampling import sample_text
+from mok.train.sampling import printable, sample_text
 from mok.train.state import TrainState
 from mok.train.step import Observer, StepReport, evaluate, train_step
 
@@ -187,7 +187,7 @@ class Run:
             recipe.model.max_positions or recipe.train.sequence_length,
         )
         if self.first_rank:
-            self.say("sample:\n" + "\n".join(f"  {line}" for line in text.splitlines()))
+            self.say("sample:\n" + "\n".join(f"  {line}" for line in printable(text).split("\n")))
             record = {"step": self.state.step, "prompt": sample.prompt, "text": text, "temperature": sample.temperature}
             self.folder.append(self.folder.samples, record)
 
@@ -379,21 +379,30 @@ class Run:
 
 def console_line(metrics: dict[str, Any], steps: int, tokens_per_s: float, seconds_left: float) -> str:
     """One line about a step, at most 80 columns for usual numbers."""
-    balance = metrics["moe/max_over_mean"]
-    parts = [
-        f"step {metrics['step']}/{steps}",
-        f"loss {metrics['train/loss']:.4f}",
-        f"norm {metrics['train/grad_norm']:.2f}",
-        f"lr {metrics['train/lr']:.1e}",
-        f"{tokens_per_s:,.0f} tok/s",
-        f"{metrics['perf/peak_bytes'] / 2**20:,.0f} MiB",
-    ]
-    if metrics["perf/mfu"] is not None:
-        parts.append(f"mfu {metrics['perf/mfu']:.2f}")
-    if balance is not None:
-        parts.append(f"balance {balance:.1f} dead {metrics['moe/dead_experts']}")
+    balance, dead = metrics["moe/max_over_mean"], metrics["moe/dead_experts"]
     minutes, seconds = divmod(round(seconds_left), 60)
-    return "  ".join([*parts, f"eta {minutes}:{seconds:02d}"])
+    parts = [
+        f"{metrics['step']}/{steps}",
+        f"loss {metrics['train/loss']:.3f}",
+        f"norm {metrics['train/grad_norm']:.2f}",
+        f"lr {metrics['train/lr']:.1e}".replace("e-0", "e-"),
+        f"{_short(tokens_per_s)} tok/s",
+        f"{_short(metrics['perf/peak_bytes'])}B",
+        None if metrics["perf/mfu"] is None else f"mfu {metrics['perf/mfu']:.2f}",
+        None if balance is None else f"bal {balance:.1f}",
+        f"dead {dead}" if dead else None,
+        f"eta {minutes}:{seconds:02d}",
+    ]
+    return " ".join(part for part in parts if part)
+
+
+def _short(number: float) -> str:
+    """Three digits and a letter: 17700 is 17.7k."""
+    for letter in ("", "k", "M", "G"):
+        if number < 999.5:
+            return f"{number:.3g}{letter}"
+        number /= 1000
+    return f"{number:.3g}T"
 
 
 def evaluate_bits(state: TrainState, batches: Batches, corpus: Corpus, num_batches: int) -> tuple[float, float]:

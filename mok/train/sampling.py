@@ -13,7 +13,7 @@ from mok.grid import CallGrid
 from mok.model.linear import ROWS
 from mok.model.transformer import Decoder
 
-__all__ = ["sample_text"]
+__all__ = ["printable", "sample_text"]
 
 
 def sample_text(
@@ -41,6 +41,11 @@ def sample_text(
             break
         ids.append(chosen)
     return prompt + tokenizer.decode(ids[given:])
+
+
+def printable(text: str) -> str:
+    """`text` as it may be shown on a terminal: a model's control characters, which could command it, become U+FFFD."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
 
 
 def _uniform(seed: int, step: int, place: int) -> float:
