@@ -81,7 +81,8 @@ class _Experts(torch.autograd.Function):
             kept = [f.name for f in dataclasses.fields(saved) if isinstance(getattr(saved, f.name), Tensor)]
             ctx.save_for_backward(x_TH, *weights, *(getattr(saved, name) for name in kept))
             ctx.saved, ctx.kept = dataclasses.replace(saved, **dict.fromkeys(kept)), kept
-            ctx.plan, ctx.num_routed = plan, num_routed
+            # Checkpointing gives back other tensors for saved ones; the sinks hang on the parameters themselves.
+            ctx.plan, ctx.num_routed, ctx.parameters = plan, num_routed, weights
         return y_TH
 
     @staticmethod
@@ -89,9 +90,9 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors
         num_weights = len(tensors) - 1 - len(ctx.kept)
-        x_TH, weights, kept = tensors[0], tensors[1 : 1 + num_weights], tensors[1 + num_weights :]
+        x_TH, kept = tensors[0], tensors[1 + num_weights :]
         saved = dataclasses.replace(ctx.saved, **dict(zip(ctx.kept, kept, strict=True)))
-        routed, shared = weights[: ctx.num_routed], weights[ctx.num_routed :]
+        routed, shared = ctx.parameters[: ctx.num_routed], ctx.parameters[ctx.num_routed :]
         needs_routed = ctx.needs_input_grad[5 : 5 + len(routed)]
         needs_shared = ctx.needs_input_grad[5 + len(routed) :]
 

@@ -104,6 +104,7 @@ class _Heads(torch.autograd.Function):
             out_BSAD = _sdpa(*leaves)
         ctx.inputs, ctx.out = leaves, out_BSAD
         ctx.save_for_backward(w_q, w_k, *saved)
+        ctx.parameters = w_q, w_k
         return out_BSAD.detach()
 
     @staticmethod
@@ -134,8 +135,7 @@ class _Heads(torch.autograd.Function):
                 per_rows.append(per_row)
             if ctx.kind == "head":
                 per_rows = [per_rows[0][:, :, :num_q], per_rows[0][:, :, num_q:]]
-            dw_q = _norm_weight_gradient(w_q, per_rows[0])
-            dw_k = _norm_weight_gradient(w_k, per_rows[1])
+            dw_q, dw_k = (_norm_weight_gradient(*pair) for pair in zip(ctx.parameters, per_rows, strict=True))
         return dheads_BSXD, dw_q, dw_k, None, None, None, None
 
 

@@ -2,7 +2,8 @@
 
 Owns the two guarantees of rules 3 and 7 of docs/numerics.md for dense weights: a row of a product depends on that row and the
 weights alone, and weight gradients are computed slice by slice into the parameter's `grad_sink` (`mok/gradients.py`). A
-parameter without a sink gets an ordinary `.grad`. Knows nothing of what the layers are for.
+parameter without a sink gets an ordinary `.grad`. The sink is looked up on the parameter itself, since what checkpointing gives
+back for a saved parameter is another tensor. Knows nothing of what the layers are for.
 """
 
 from __future__ import annotations
@@ -32,24 +33,26 @@ def matmul_rows(x_TC: Tensor, w_CN: Tensor) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, w_NK: Tensor, b_N: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_TK, w_NK, b_N)
+        ctx.save_for_backward(x_TK, w_NK)
+        ctx.parameters = w_NK, b_N
         y_TN = matmul_rows(x_TK, w_NK.t())
         return y_TN if b_N is None else y_TN.add_(b_N)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        x_TK, w_NK, b_N = ctx.saved_tensors
+        x_TK, w_NK = ctx.saved_tensors
+        weight, bias = ctx.parameters
         dx_TK = matmul_rows(dy_TN, w_NK) if ctx.needs_input_grad[0] else None
         dw_NK = db_N = None
         if ctx.needs_input_grad[1]:
-            sink = getattr(w_NK, "grad_sink", None)
+            sink = getattr(weight, "grad_sink", None)
             if sink is None:
                 dw_NK = dy_TN.t() @ x_TK
             else:
                 sink.product(dy_TN, x_TK)
         if ctx.needs_input_grad[2]:
-            db_N = _bias_gradient(b_N, dy_TN)
+            db_N = _bias_gradient(bias, dy_TN)
         return dx_TK, dw_NK, db_N
 
 
@@ -69,13 +72,15 @@ def linear(x_TK: Tensor, w_NK: Tensor, b_N: Tensor | None = None) -> Tensor:
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids_T: Tensor, w_VH: Tensor) -> Tensor:
-        ctx.save_for_backward(ids_T, w_VH)
+        ctx.save_for_backward(ids_T)
+        ctx.parameter = w_VH
         return w_VH.index_select(0, ids_T)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[None, Tensor | None]:
-        ids_T, w_VH = ctx.saved_tensors
+        (ids_T,) = ctx.saved_tensors
+        w_VH = ctx.parameter
         sink = getattr(w_VH, "embedding_sink", None) or getattr(w_VH, "grad_sink", None)
         if sink is None:
             return None, _scatter_rows(dy_TH, ids_T, w_VH.shape[0])

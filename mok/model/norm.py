@@ -41,6 +41,7 @@ class _RMSNorm(torch.autograd.Function):
         if not any(ctx.needs_input_grad):
             return normed_TH.mul_(w_H)
         ctx.save_for_backward(normed_TH, rstd_T1, w_H)
+        ctx.parameter = w_H
         return w_H * normed_TH
 
     @staticmethod
@@ -50,7 +51,7 @@ class _RMSNorm(torch.autograd.Function):
         dx_TH, per_row_TH = rms_norm_backward(dy_TH, normed_TH, rstd_T1, w_H)
         dw_H = None
         if ctx.needs_input_grad[1]:
-            sink = getattr(w_H, "grad_sink", None)
+            sink = getattr(ctx.parameter, "grad_sink", None)
             if sink is None:
                 dw_H = per_row_TH.sum(0).to(w_H.dtype)
             else:

@@ -178,6 +178,7 @@ class _RouterLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, w_EH: Tensor) -> Tensor:
         ctx.save_for_backward(x_TH, w_EH)
+        ctx.parameter = w_EH
         rows, columns, inner = -x_TH.shape[0] % GEMM_MULTIPLE, -w_EH.shape[0] % GEMM_MULTIPLE, -x_TH.shape[1] % GEMM_MULTIPLE
         x = F.pad(_wide(x_TH), (0, inner, 0, rows)) if rows or inner else _wide(x_TH)
         w = F.pad(_wide(w_EH), (0, inner, 0, columns)) if columns or inner else _wide(w_EH)
@@ -194,7 +195,7 @@ class _RouterLinear(torch.autograd.Function):
             dlogits = F.pad(dlogits_TE, (0, 0, 0, rows)) if rows else dlogits_TE
             dx_TH = torch.mm(dlogits, w)[: x_TH.shape[0], : x_TH.shape[1]].to(x_TH.dtype)
         if ctx.needs_input_grad[1]:
-            sink, main = getattr(w_EH, "grad_sink", None), getattr(w_EH, "main_grad", None)
+            sink, main = getattr(ctx.parameter, "grad_sink", None), getattr(ctx.parameter, "main_grad", None)
             if sink is not None:
                 sink.product(dlogits_TE, _wide(x_TH))
             elif main is not None:

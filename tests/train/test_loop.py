@@ -61,7 +61,7 @@ def test_a_signal_finishes_the_step_saves_and_the_run_goes_on_from_there(tmp_pat
     with pytest.raises(Interrupted, match="after step 4, which is saved") as caught:
         run.train()
     assert caught.value.exit_code == 130 and "--resume auto" in str(caught.value)
-    assert timeless(train(tmp_path, steps=9, resume="auto")) [4:] == timeless(straight)[4:]
+    assert timeless(train(tmp_path, steps=9, resume="auto"))[4:] == timeless(straight)[4:]
 
 
 def test_out_of_time_saves_and_ends_well(tmp_path: Path) -> None:

@@ -20,7 +20,18 @@ def test_killed_at_step_ten_and_resumed_is_the_straight_run(tmp_path: Path) -> N
     every = ["checkpoint.every=5", "sample.every=4", "eval.every=6"]
     straight = train(tmp_path, *every, out="straight", steps=20)
     words = [word for item in arguments(tmp_path, *every) for word in ("--set", item)]
-    command = [sys.executable, "-m", "mok_cli", "train", str(RECIPE), *words, "--steps", "20", "--out", str(tmp_path / "killed")]
+    command = [
+        sys.executable,
+        "-m",
+        "mok_cli",
+        "train",
+        str(RECIPE),
+        *words,
+        "--steps",
+        "20",
+        "--out",
+        str(tmp_path / "killed"),
+    ]
     process = subprocess.Popen(
         command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
     )
@@ -41,7 +52,11 @@ def test_killed_at_step_ten_and_resumed_is_the_straight_run(tmp_path: Path) -> N
 
 
 def test_a_run_twice_is_the_same_and_another_seed_is_not(tmp_path: Path) -> None:
-    digests = [train(tmp_path, "seed=0", out="a")[-1], train(tmp_path, "seed=0", out="b")[-1], train(tmp_path, "seed=1", out="c")[-1]]
+    digests = [
+        train(tmp_path, "seed=0", out="a")[-1],
+        train(tmp_path, "seed=0", out="b")[-1],
+        train(tmp_path, "seed=1", out="c")[-1],
+    ]
     assert timeless(digests[:1]) == timeless(digests[1:2])
     assert digests[0]["state_sha256"] != digests[2]["state_sha256"]
 
@@ -75,9 +90,7 @@ def test_calls_segments_and_recomputation_do_not_show(tmp_path: Path, more: list
         "blocks recomputed": ["train.recompute=blocks"],
         "experts recomputed": ["moe.recompute=all", "distributed.slices_per_call=4"],
     }
-    found = {
-        way: timeless(train(tmp_path, *GRID, *more, *overrides, out=way, steps=3)) for way, overrides in ways.items()
-    }
+    found = {way: timeless(train(tmp_path, *GRID, *more, *overrides, out=way, steps=3)) for way, overrides in ways.items()}
     assert all(metrics == found["at once"] for metrics in found.values())
 
 
@@ -99,8 +112,6 @@ def test_a_resume_goes_on_in_the_data_where_the_run_stopped(tmp_path: Path) -> N
     first.train()
     assert seen == list(range(16 * 8)) and 2 * per_epoch < len(seen)
     for step in (per_epoch // 8 + 1, 2 * per_epoch // 8 + 1):
-        again, _ = make_run(
-            tmp_path, *long, out=f"b{step}", steps=16, resume=str(tmp_path / f"a/checkpoints/step_{step:06d}")
-        )
+        again, _ = make_run(tmp_path, *long, out=f"b{step}", steps=16, resume=str(tmp_path / f"a/checkpoints/step_{step:06d}"))
         assert again.state.samples == 8 * step
         assert again.train()["state_sha256"] == metrics_of(tmp_path / "a")[-1]["state_sha256"]

@@ -36,7 +36,6 @@ def test_a_slice_without_targets_leaves_the_gradients_of_the_others(tmp_path: Pa
     alone, _ = make_run(tmp_path, *quiet, "train.batch_size=4", out="b")
     real = alone.batches.loader.sequence
     alone.batches.loader.sequence = lambda index: real(index + 4)
-    alone.state.ranks.layout.grid
     expected = train_step(alone.state, alone.batches)
     assert report.tokens == expected.tokens and math.isclose(report.loss, expected.loss, rel_tol=1e-6)
     theirs = alone.state.gradients()
@@ -75,7 +74,9 @@ def test_the_correction_bias_moves_once_a_step(tmp_path: Path) -> None:
     """By exactly the rate, up or down or not at all, in any number of calls, recomputed or not; never in an evaluation."""
     sigmoid = [*GRID, "moe.score=sigmoid", "moe.correction_bias=true", "moe.bias_update_rate=0.001"]
     found = []
-    for out, overrides in enumerate(([], ["distributed.slices_per_call=2"], ["distributed.slices_per_call=2", "train.recompute=blocks"])):
+    for out, overrides in enumerate(
+        ([], ["distributed.slices_per_call=2"], ["distributed.slices_per_call=2", "train.recompute=blocks"])
+    ):
         run, _ = make_run(tmp_path, *sigmoid, *overrides, out=str(out))
         train_step(run.state, run.batches)
         bias = run.state.model.moe_layers[0].router.correction_bias
