@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mok.autograd import Plan, experts
 from mok.backends.interface import LayerShape, Options
 from mok.compiled import compiled_experts
 from mok.errors import UsageError
 from mok.grid import CallGrid
-from mok.transport.interface import Transport
+from mok.transport.collective import CollectiveTransport
 
-__all__ = ["moe", "moe_layer"]
+__all__ = ["grid_of", "moe", "moe_layer"]
 
 RECOMPUTE = ("none", "activations", "all")
 
@@ -33,7 +34,7 @@ def moe(
     backend: str = "auto",
     recompute: str = "none",
     grid: CallGrid | None = None,
-    transport: Transport | None = None,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """y[t] = sum over k of weights[t, k] * down_e(silu(gate_e x[t]) * up_e x[t]) with e = expert_ids[t, k]; [T, H].
 
@@ -42,8 +43,8 @@ def moe(
     weights_TK: router weights, any sign; used in fp32. w_gate_EIH, w_up_EIH [E, I, H], w_down_EHI [E, H, I]: in the dtype of
     x, any strides and sizes; with several ranks this rank's E / ranks experts.
     clamp: SwiGLU takes min(gate, clamp) and up within +-clamp; 0 for no limits. backend: auto, or a name that must be able to
-    run. recompute: none, activations or all of what the backward needs is computed again instead of kept. grid, transport: for
-    calls of several slices or ranks (docs/numerics.md).
+    run. recompute: none, activations or all of what the backward needs is computed again instead of kept. group: the ranks that
+    share the experts, each with its own tokens or none. grid: for calls of several slices (docs/numerics.md).
 
     Differentiable in x, weights and the expert weights, whose fp32 gradient is added to `main_grad` where that attribute
     exists, else goes to `.grad`. Raises UsageError for arguments that do not fit together.
@@ -59,11 +60,19 @@ def moe(
         expert_ids_TK.reshape(-1, expert_ids_TK.shape[-1]),
         weights_TK.reshape(-1, weights_TK.shape[-1]),
         (w_gate_EIH, w_up_EIH, w_down_EHI),
-        options=Options(clamp, recompute, transport),
+        options=Options(clamp, recompute, None if group is None else CollectiveTransport(group)),
         backend=backend,
-        grid=grid or CallGrid(),
+        grid=grid or grid_of(group),
     )
     return y_TH.view(x_TH.shape)
+
+
+def grid_of(group: ProcessGroup | None) -> CallGrid:
+    """A call of one slice on each rank, all in one segment."""
+    if group is None:
+        return CallGrid()
+    ranks = group.size()
+    return CallGrid(ranks, ranks, (0,), ranks, group.rank())
 
 
 def moe_layer(

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from mok.backends.interface import Options
+from mok.errors import UsageError
 from mok.grid import CallGrid
-from mok.layer import moe_layer
+from mok.layer import grid_of, moe_layer
 from mok.model.router import Router, Routing, router_linear
+from mok.transport.collective import CollectiveTransport
 from mok.transport.interface import Transport
 
 __all__ = ["MoE", "MoEStats"]
@@ -39,7 +42,8 @@ class MoE(nn.Module):
     to `.grad`.
 
     backend, recompute, clamp: see `mok.moe`. score ... force_routing: see `mok.model.router.route` and `mok.config.MoEConfig`.
-    transport, ranks: for experts shared by several ranks. layer: the index that errors name.
+    group: the ranks that share the experts, each with its own tokens; router and shared experts must be equal on all of them.
+    A trainer passes ranks and a transport of its own instead. layer: the index that errors name.
 
     Example: y = MoE(128, 256, num_experts=8, top_k=2)(torch.randn(4, 16, 128)).
     """
@@ -65,6 +69,7 @@ class MoE(nn.Module):
         force_routing: str = "none",
         backend: str = "auto",
         recompute: str = "none",
+        group: ProcessGroup | None = None,
         transport: Transport | None = None,
         ranks: int = 1,
         layer: int = 0,
@@ -76,6 +81,11 @@ class MoE(nn.Module):
         self.router = Router(
             hidden_size, num_experts, routing, correction_bias=correction_bias, layer=layer, device=device, dtype=dtype
         )
+        self.grid = grid_of(group)
+        if group is not None:
+            transport, ranks = CollectiveTransport(group), group.size()
+        if num_experts % ranks:
+            raise UsageError(f"{num_experts} experts cannot be shared by {ranks} ranks evenly; use a divisor of {num_experts}")
         self.backend, self.options = backend, Options(clamp, recompute, transport)
         local = num_experts // ranks
         self.w_gate_up = _weight(local, 2, intermediate_size, hidden_size, device=device, dtype=dtype)
@@ -93,9 +103,9 @@ class MoE(nn.Module):
         return self.call(x.reshape(-1, x.shape[-1]))[0].view(x.shape)
 
     def call(self, x_TH: Tensor, grid: CallGrid | None = None, valid_T: Tensor | None = None) -> tuple[Tensor, MoEStats]:
-        """What a trainer calls: y_TH and the statistics. grid: the call, one slice by default. valid_T: bool, False for
-        padding, which reaches no expert and counts in no loss."""
-        grid = grid or CallGrid()
+        """What a trainer calls: y_TH and the statistics. grid: the call, one slice on each rank by default. valid_T: bool, False
+        for padding, which reaches no expert and counts in no loss."""
+        grid = grid or self.grid
         routes = self.router(x_TH, grid, valid_T)
         shared = scale_T = None
         if self.w_shared_gate_up is not None and self.w_shared_down is not None:
