@@ -103,8 +103,8 @@ class MoE(nn.Module):
         return self.call(x.reshape(-1, x.shape[-1]))[0].view(x.shape)
 
     def call(self, x_TH: Tensor, grid: CallGrid | None = None, valid_T: Tensor | None = None) -> tuple[Tensor, MoEStats]:
-        """What a trainer calls: y_TH and the statistics. grid: the call, one slice on each rank by default. valid_T: bool, False
-        for padding, which reaches no expert and counts in no loss."""
+        """What a trainer calls: y_TH and the statistics. grid: the call, by default one slice of each rank. valid_T: bool,
+        False for padding, which reaches no expert and counts in no loss."""
         grid = grid or self.grid
         routes = self.router(x_TH, grid, valid_T)
         shared = scale_T = None
