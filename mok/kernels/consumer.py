@@ -131,6 +131,18 @@ def finish_rows(accumulator, pieces, at):
 
 
 @gluon.jit
+def column_sum(x):
+    """Sum of PIECE_N columns as a tree over the bits of the column: 5, 4, 3 here, then 0 in registers and 2, 1 across lanes.
+
+    `finish_64_columns` of `mok.kernels.staged` writes the same tree out; a plain sum would follow the layout instead.
+    """
+    left, right = halves(x, HALF_M, PIECE_N)
+    left, right = halves(left + right, HALF_M, PIECE_N // 2)
+    left, right = halves(left + right, HALF_M, PIECE_N // 4)
+    return gl.sum(left + right, axis=1)
+
+
+@gluon.jit
 def finish_dh(
     accumulator,
     ring,
@@ -172,7 +184,7 @@ def finish_dh(
         if CLAMP > 0:
             slope = gl.where(raw_gate > CLAMP, 0.0, slope)
             silu = gl.where((raw_up > CLAMP) | (raw_up < -CLAMP), 0.0, silu)
-        total += gl.sum(q[j] * h, axis=1)
+        total += gl.convert_layout(column_sum(q[j] * h), total.type.layout)
         if j % 2 == 1:
             block = column // 128 + j // 2
             gl.store(partial + rows.to(gl.int64) * NUM_BLOCKS + block, total, mask=block < NUM_BLOCKS)

@@ -7,7 +7,7 @@ import pytest
 from tests.kernels.cross_compile import reports
 
 MAX_SPILL_BYTES = {"mega_forward": 0, "mega_backward": 64}
-"""With the widest epilogue (DH), ptxas of Triton 3.6 spills a few scalars once a tile; that of 3.7.1 none."""
+"""With the widest epilogue (DH), ptxas spills a few scalars once a tile."""
 
 CLAMPED_SPILL_BYTES = 1024
 """The clamped DH epilogue keeps raw and limited values; it spills once in 64 columns, never in a loop of products."""
