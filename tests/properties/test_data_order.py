@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mok.data import IGNORED, Loader, TokenView
@@ -27,6 +27,7 @@ def store_of(folder: Path, lengths: list[int], shard_tokens: int = 16) -> TokenS
     return TokenStore(folder)
 
 
+@settings(max_examples=50)
 @given(st.integers(1, 300), st.integers(0, 2**63 - 1), st.integers(0, 1000))
 def test_every_epoch_has_every_sample_once(size, seed, epoch):
     assert sorted(permute(index, size, seed, epoch) for index in range(size)) == list(range(size))
@@ -68,6 +69,7 @@ def test_any_number_of_readers_gets_the_same_sequences(tmp_path, workers):
         assert targets.equal(expected[1])
 
 
+@settings(max_examples=40)
 @given(data=st.data())
 def test_views_and_sequences_are_the_corpus(tmp_path_factory, data):
     lengths = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=20))
