@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 TINY = """
 data.tokenizer=bytes data.validation_fraction=0.2 model.hidden_size=16 model.num_layers=1 model.head_dim=16
 moe.num_experts=4 moe.intermediate_size=16 train.batch_size=2 train.sequence_length=16 eval.batches=1 sample.tokens=2
+distributed.lanes=0 distributed.slices=0
 """
 
 

@@ -13,6 +13,9 @@ from mok.recipe import load, shipped
 from mok_cli.dry_run import price
 from mok_cli.main import cli
 
+NO_GRID = ["distributed.lanes=0", "distributed.slices=0"]
+"""The toy recipe states a grid; without one it takes that of the launch."""
+
 
 def test_experts_are_shared_and_lanes_are_dealt():
     priced = price(load("small", ["moe.ep=4"]), world_size=8)
@@ -32,7 +35,7 @@ def test_fewer_ranks_than_lanes_pay_with_gradient_memory():
 
 def test_a_group_of_the_recipe_is_the_default_world():
     assert price(load("toy", ["moe.ep=4"])).layout.world_size == 4
-    assert price(load("toy", ["moe.ep=auto", "train.batch_size=12"]), 6).layout.ep == 2
+    assert price(load("toy", [*NO_GRID, "moe.ep=auto", "train.batch_size=12"]), 6).layout.ep == 2
     assert price(load("toy", ["moe.ep=auto"])).layout.world_size == 1
 
 
@@ -44,8 +47,8 @@ def test_a_group_of_the_recipe_is_the_default_world():
             4,
             "the ranks of a launch must be a multiple of 3",
         ),
-        (["train.batch_size=10"], 4, "train.batch_size = 10 does not fill a grid of 4 lanes"),
-        (["distributed.lanes=6", "train.batch_size=12"], 2, "the quotient must be a power of two"),
+        ([*NO_GRID, "train.batch_size=10"], 4, "train.batch_size = 10 does not fill a grid of 4 lanes"),
+        (["distributed.lanes=6", "distributed.slices=0", "train.batch_size=12"], 2, "the quotient must be a power of two"),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused_with_the_numbers(overrides, world_size, words):
