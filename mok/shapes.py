@@ -8,7 +8,7 @@ that share the experts, V vocabulary, A attention heads, D head width, S sequenc
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mok.config import Recipe
@@ -18,6 +18,7 @@ __all__ = [
     "DTYPE_BYTES",
     "LAYER_SHAPES",
     "LayerShape",
+    "activation_choices",
     "active_parameters",
     "checkpoint_bytes",
     "exchange_bytes",
@@ -153,7 +154,9 @@ def exchange_bytes(recipe: Recipe, tokens: int, ep: int) -> int:
 
 
 def rank_bytes(recipe: Recipe, vocab_size: int, *, ep: int, lanes: int, positions: int, tokens: int) -> dict[str, int]:
-    """Bytes that one rank holds, by kind; only "activations" is an estimate.
+    """Bytes that one rank holds, by kind; "activations" and "exchange rows" are estimates.
+
+    Exchange rows are those that a rank receives in one layer and those that come back to it, spread evenly.
 
     ep: ranks R that share the experts. lanes, positions: cells of the step's grid that the rank owns; each has its own sum
     of dense gradients, each lane one of expert gradients. tokens: tokens of the rank in one call.
@@ -162,14 +165,25 @@ def rank_bytes(recipe: Recipe, vocab_size: int, *, ep: int, lanes: int, position
     experts = counts["experts"] // ep
     dense = sum(counts.values()) - counts["experts"]
     held = dense + experts
-    low_precision = recipe.train.dtype != "fp32"
+    low_precision, width = recipe.train.dtype != "fp32", recipe.model.hidden_size
     return {
         "weights": held * DTYPE_BYTES[recipe.train.dtype],
         "master weights": held * 4 if low_precision else 0,
         "moments": held * 2 * DTYPE_BYTES[recipe.optim.moment_dtype],
         "gradients": 4 * (dense * lanes * positions + experts * lanes),
         "activations": _activation_bytes(recipe, vocab_size, tokens),
+        "exchange rows": 0 if ep == 1 else 2 * tokens * recipe.moe.top_k * width * DTYPE_BYTES[recipe.train.dtype],
     }
+
+
+def activation_choices(recipe: Recipe, vocab_size: int, tokens: int) -> dict[str, int]:
+    """The estimate of "activations" in `rank_bytes` for each choice of `moe.recompute`, and for blocks computed again."""
+    choices = {
+        name: replace(recipe, moe=replace(recipe.moe, recompute=name), train=replace(recipe.train, recompute="none"))
+        for name in ("none", "activations", "all")
+    }
+    choices["blocks"] = replace(recipe, train=replace(recipe.train, recompute="blocks"))
+    return {name: _activation_bytes(choice, vocab_size, tokens) for name, choice in choices.items()}
 
 
 def checkpoint_bytes(recipe: Recipe, vocab_size: int) -> int:

@@ -34,6 +34,7 @@ RUN_FILES = (
 class Price:
     """One run, priced. Bytes are per rank where not said otherwise.
 
+    activation_bytes: by what is computed again, whatever the recipe chose.
     parameters: trained parameters by kind. active_parameters: those one token uses. rank_bytes: by kind, activations
     estimated. flops_per_token: forward and backward. exchange_bytes: sent by one rank per MoE layer and step.
     checkpoint_steps: after which steps one is written. checkpoints_kept: how many stay.
@@ -45,6 +46,7 @@ class Price:
     parameters: dict[str, int]
     active_parameters: int
     rank_bytes: dict[str, int]
+    activation_bytes: dict[str, int]
     flops_per_token: int
     tokens_per_step: int
     exchange_bytes: int
@@ -66,6 +68,7 @@ def price(recipe: Recipe, world_size: int | None = None) -> Price:
     steps, every = recipe.train.steps, recipe.checkpoint.every
     saved = sorted({*(range(every, steps + 1, every) if every else ()), steps})
     sequence = recipe.train.sequence_length
+    call_tokens = _slices_per_call(recipe, layout) * layout.grid.slice_sequences * sequence
     return Price(
         recipe=recipe,
         layout=layout,
@@ -78,8 +81,9 @@ def price(recipe: Recipe, world_size: int | None = None) -> Price:
             ep=ep,
             lanes=len(layout.lanes),
             positions=len(layout.positions),
-            tokens=_slices_per_call(recipe, layout) * layout.grid.slice_sequences * sequence,
+            tokens=call_tokens,
         ),
+        activation_bytes=shapes.activation_choices(recipe, vocab_size, call_tokens),
         flops_per_token=shapes.flops_per_token(recipe, vocab_size),
         tokens_per_step=recipe.train.batch_size * sequence,
         exchange_bytes=shapes.exchange_bytes(recipe, len(layout.slices) * layout.grid.slice_sequences * sequence, ep),
@@ -106,8 +110,10 @@ def show_price(resolved: Resolved, price: Price, output: Output) -> None:
         ("parameters", f"{sum(price.parameters.values()):,}; {price.active_parameters:,} active per token"),
         *((f"  {kind}", f"{count:,}") for kind, count in price.parameters.items() if count),
         ("experts", f"{recipe.moe.num_experts} in a layer, {recipe.moe.num_experts // layout.ep} on a rank"),
-        ("bytes per rank", f"{_bytes(sum(price.rank_bytes.values()))}, activations estimated"),
+        ("bytes per rank", f"{_bytes(sum(price.rank_bytes.values()))}, activations and exchange rows estimated"),
         *((f"  {kind}", _bytes(size)) for kind, size in price.rank_bytes.items() if size),
+        ("recompute", "activations by moe.recompute, or train.recompute = blocks"),
+        *((f"  {choice}", _bytes(size)) for choice, size in price.activation_bytes.items()),
         ("FLOPs per token", f"{price.flops_per_token:,}, forward and backward"),
         ("exchange", f"{_bytes(price.exchange_bytes)} sent by a rank per MoE layer and step"),
         ("files", " ".join(RUN_FILES[:3])),
@@ -140,6 +146,7 @@ def _as_json(resolved: Resolved, price: Price) -> dict[str, Any]:
         },
         "vocab_size": price.vocab_size,
         "parameters": {**price.parameters, "total": sum(price.parameters.values()), "active": price.active_parameters},
+        "activation_bytes_by_recompute": price.activation_bytes,
         "bytes_per_rank": {**price.rank_bytes, "total": sum(price.rank_bytes.values())},
         "flops_per_token": price.flops_per_token,
         "tokens_per_step": price.tokens_per_step,

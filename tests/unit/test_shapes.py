@@ -11,6 +11,7 @@ from mok.recipe import load
 from mok.shapes import (
     LAYER_SHAPES,
     LayerShape,
+    activation_choices,
     active_parameters,
     checkpoint_bytes,
     exchange_bytes,
@@ -93,11 +94,24 @@ def test_bytes_follow_the_dtypes_and_the_cells_of_the_grid():
         "moments": 4 * total,
         "gradients": 4 * total,
         "activations": 0,
+        "exchange rows": 0,
     }
     shared = rank_bytes(recipe, 512, ep=4, lanes=2, positions=3, tokens=0)
     assert shared["weights"] == 2 * (total - experts + experts // 4)
     assert shared["gradients"] == 4 * (6 * (total - experts) + 2 * experts // 4)
     assert checkpoint_bytes(recipe, 512) == 10 * total
+    assert rank_bytes(recipe, 512, ep=4, lanes=1, positions=1, tokens=100)["exchange rows"] == 2 * 100 * 2 * 128 * 2
+
+
+def test_computing_more_again_keeps_less():
+    recipe = load("small")
+    kept = activation_choices(recipe, 16384, 8192)
+    assert list(kept) == ["none", "activations", "all", "blocks"]
+    assert sorted(kept.values(), reverse=True) == list(kept.values())
+    for choice, size in kept.items():
+        key = "train.recompute" if choice == "blocks" else "moe.recompute"
+        chosen = load("small", [f"{key}={choice}"])
+        assert rank_bytes(chosen, 16384, ep=1, lanes=1, positions=1, tokens=8192)["activations"] == size
 
 
 def test_the_vocabulary_is_known_without_data(tmp_path: Path):
