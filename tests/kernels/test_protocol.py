@@ -1,8 +1,8 @@
 """The megakernel's protocol with the real task table, every program alive at once and interleaved at random.
 
 A plain-Triton model of the loop, next task -> wait -> body -> signal, beside movers that bring rows and combine them. Bodies
-do no arithmetic: they check that everything a tile reads has been written, and note what they wrote. What the hardware adds, the
-order in which memory becomes visible, is not modelled.
+do no arithmetic: they check that everything a tile reads has been written, and note what they wrote. What the hardware adds,
+the order in which memory becomes visible, is not modelled.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ def run(plan: DevicePlan, forward: bool, seed: int, tasks: Tensor | None = None,
     with interleaved(seed, max_switches):
         walk[(WALKERS + MOVERS,)](
             listed, num_forward if forward else num_backward, counters, plan.expert_start, plan.expert_of_block_B, first,
-            second, table(), table(), faults, plan.row_of_route_N, plan.combine_token_T, plan.combine_group_T, plan.group_target_G,
-            TOKENS, rows // 64, plan.max_blocks, EXPERTS, -(-WIDTH // (128 if forward else 256)), -(-HIDDEN // 256),
-            FORWARD=forward, WALKERS=WALKERS, MOVERS=MOVERS, UNITS=UNITS, K=TOP_K,
+            second, table(), table(), faults, plan.row_of_route_N, plan.combine_token_T, plan.combine_group_T,
+            plan.group_target_G, TOKENS, rows // 64, plan.max_blocks, EXPERTS, -(-WIDTH // (128 if forward else 256)),
+            -(-HIDDEN // 256), FORWARD=forward, WALKERS=WALKERS, MOVERS=MOVERS, UNITS=UNITS, K=TOP_K,
         )  # fmt: skip
     return Outcome(int(faults.sum()), counters, second)
 
