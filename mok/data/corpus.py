@@ -13,8 +13,9 @@ import json
 import logging
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b, sha256
 from pathlib import Path
 
@@ -34,6 +35,9 @@ log = logging.getLogger("mok.data")
 
 BATCH_CHARACTERS = 1 << 22
 """Text is tokenized in batches of about this size, enough to keep every core busy."""
+
+SAY_EVERY_S = 10.0
+"""Seconds between two words on how far tokenizing is."""
 
 
 class Corpus:
@@ -61,9 +65,10 @@ class Corpus:
         self.everything = TokenView(store, np.array([[0, store.num_tokens]]), "whole")
 
 
-def open_corpus(config: DataConfig) -> Corpus:
+def open_corpus(config: DataConfig, say: Callable[[str], None] = log.info) -> Corpus:
     """The corpus that a recipe's `[data]` section describes, tokenized now if no earlier run left it in the cache.
 
+    say: is told that text is being tokenized, and every `SAY_EVERY_S` how far that is.
     Raises DataError for a missing or empty path, text that cannot be read (file, line and byte), ids outside of the tokenizer
     and a damaged cache; UsageError for a `data.tokenizer` that cannot be meant.
     """
@@ -73,8 +78,8 @@ def open_corpus(config: DataConfig) -> Corpus:
     if not (folder / MANIFEST).is_file():
         with _cache_errors(folder), _building_alone(folder) as unfinished:
             if not (folder / MANIFEST).is_file():
-                log.info("tokenizing %s into %s (first time only)", config.path, folder)
-                _build(unfinished, config, sources, tokenizer)
+                say(f"tokenizing {config.path}, this first time only, into {folder}")
+                _build(unfinished, config, sources, tokenizer, say)
                 os.rename(unfinished, folder)
     return Corpus(folder, config.validation_fraction)
 
@@ -142,7 +147,9 @@ def _building_alone(folder: Path) -> Iterator[Path]:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _build(folder: Path, config: DataConfig, sources: list[Source], tokenizer: Tokenizer | int) -> None:
+def _build(
+    folder: Path, config: DataConfig, sources: list[Source], tokenizer: Tokenizer | int, say: Callable[[str], None]
+) -> None:
     alone = len(sources) == 1 and not Path(config.path).expanduser().is_dir()
     if isinstance(tokenizer, int):
         sample = _sample(sources, config.invalid_utf8, alone=alone, num_bytes=(4 << 20) + 1024 * tokenizer)
@@ -154,7 +161,8 @@ def _build(folder: Path, config: DataConfig, sources: list[Source], tokenizer: T
     for source in sources:
         if source.kind == "tokens":
             text_bytes += _write_tokens(writer, source, tokenizer)
-    text_bytes += _write_text(writer, (pieces for source in sources for pieces in _text_of(reader, source)), tokenizer)
+    documents = (pieces for source in sources for pieces in _text_of(reader, source))
+    text_bytes += _write_text(writer, documents, tokenizer, say)
     if writer.num_tokens == 0:
         raise DataError(f'data.path = "{config.path}": no text in {len(sources)} file(s); give files that are not empty')
     writer.finish({"text_bytes": text_bytes, "tokenizer_sha256": tokenizer.sha256, "notices": _notices(reader)})
@@ -178,11 +186,14 @@ def _sample(sources: list[Source], invalid_utf8: str, *, alone: bool, num_bytes:
                     return
 
 
-def _write_text(writer: ShardWriter, documents: Iterable[Iterable[str]], tokenizer: Tokenizer) -> int:
+def _write_text(
+    writer: ShardWriter, documents: Iterable[Iterable[str]], tokenizer: Tokenizer, say: Callable[[str], None]
+) -> int:
     """Tokenize documents in order, each closed by the end token; returns the bytes of their text."""
     text_bytes = 0
     batch: list[tuple[str, int | None]] = []
     waiting = 0
+    last_said = time.monotonic()
     end = np.array([tokenizer.end_id], dtype=np.uint32)
 
     def flush() -> None:
@@ -205,6 +216,9 @@ def _write_text(writer: ShardWriter, documents: Iterable[Iterable[str]], tokeniz
             if waiting >= BATCH_CHARACTERS:
                 flush()
                 waiting = 0
+                if time.monotonic() - last_said > SAY_EVERY_S:
+                    say(f"tokenized {(text_bytes + size) / 1e6:,.0f} MB of text so far")
+                    last_said = time.monotonic()
         text_bytes += size
         if size:
             batch.append(("", int.from_bytes(digest.digest(), "little")))

@@ -71,7 +71,7 @@ class Run:
             self.folder.prepare(start, self._environment())
         self._log_to_file()
         recipe, grid = self.recipe, start.grid
-        self.corpus = open_corpus(recipe.data)
+        self.corpus = open_corpus(recipe.data, self.say)
         for notice in self.corpus.notices:
             self.say(f"note: {notice}")
         loader = Loader(self.corpus.train, recipe.train.sequence_length, recipe.seed, batch_size=recipe.train.batch_size)

@@ -148,6 +148,10 @@ def test_a_model_is_trained_exported_and_trained_on_from_its_export(tmp_path, mo
         for run in ("first", "second")
     )
     assert start["val/loss"] == last["val/loss"]
+    # A step with a learning rate of 0 changes nothing, so the second export has the bytes of the first.
+    assert mok("export", "second", "--to", "model2").returncode == 0
+    name = "model.safetensors"
+    assert (tmp_path / "model2" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,18 @@ def test_the_second_open_reads_no_text_and_a_changed_file_is_read_again(tmp_path
     assert open_corpus(config(file)).fingerprint != first.fingerprint
 
 
+def test_tokenizing_is_told_once_and_how_far_it_is(tmp_path, config, monkeypatch):
+    monkeypatch.setattr("mok.data.corpus.SAY_EVERY_S", -1.0)
+    monkeypatch.setattr("mok.data.corpus.BATCH_CHARACTERS", 1000)
+    (tmp_path / "a.txt").write_text("x" * 3_000_000)
+    said: list[str] = []
+    open_corpus(config(tmp_path / "a.txt"), said.append)
+    assert said[0].startswith(f"tokenizing {tmp_path / 'a.txt'}, this first time only, into ")
+    assert said[1:] == ["tokenized 3 MB of text so far"]
+    open_corpus(config(tmp_path / "a.txt"), said.append)
+    assert len(said) == 2
+
+
 def test_the_fingerprint_is_the_same_wherever_the_files_lie(tmp_path, config):
     folders = [write_folder(tmp_path / name, {"a.txt": b"one\n" * 50, "b/c.txt": b"two\n" * 50}) for name in ("x", "y")]
     corpora = [open_corpus(config(folder, "bpe:300")) for folder in folders]
@@ -337,7 +349,7 @@ def test_without_a_lock_the_first_rename_wins(tmp_path, config, monkeypatch):
 
     build = corpus_module._build
 
-    def slow_build(*arguments):
+    def slow_build(*arguments: object) -> None:
         build(*arguments)
         manifest.write_bytes(kept)
 
