@@ -58,7 +58,12 @@ def train(
         return
     if world_size is not None:
         raise UsageError("--world-size is for --dry-run; leave it out to train")
-    from mok.grid import Layout, split_ranks
+    from mok.grid import Grid, Layout, split_ranks
+
+    if resume == "never" and nproc is not None:
+        replicas, ep = split_ranks(resolved.recipe, nproc)
+        Layout(Grid.of(resolved.recipe, replicas, ep), replicas, ep)
+
     from mok.train.processes import launch, launched_ranks, met
     from mok.train.run_folder import plan_start
 

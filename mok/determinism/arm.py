@@ -35,7 +35,7 @@ from mok.train.loop import Run
 from mok.train.processes import launch, launched_ranks, met
 from mok.train.run_folder import plan_start
 
-__all__ = ["main"]
+__all__ = ["guarded", "main"]
 
 JITTER_S = 0.02
 JITTER_SHARE = 0.02
@@ -128,6 +128,8 @@ def train(spec: dict[str, Any], arm: Arm, recipe: Recipe, folder: Path) -> None:
                 metrics = run.train()
             except EnoughError:
                 return
+            finally:
+                recorder.end()  # of a step that a fault ended early
         if flipper is not None and not any(ranks.gather(flipper.done)):
             names = ", ".join(sorted(flipper.names)[:8])
             raise UsageError(f"--inject {arm.inject}: step {flipper_step(fault)} has no such tensor; it has {names}, ...")
@@ -171,10 +173,14 @@ def write_json(path: Path, content: Any) -> None:
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
-if __name__ == "__main__":
+def guarded(path: str) -> int:
+    """`main`, with an error of mok's own as one line and its exit code."""
     try:
-        code = main(sys.argv[1])
+        return main(path)
     except MokError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        code = error.exit_code
-    sys.exit(code)
+        print(f"Error: {error}", file=sys.stderr, flush=True)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(sys.argv[1]))

@@ -33,7 +33,7 @@ from mok.shapes import layer_shape
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Arm", "read_json", "shared_grid", "verify_recipe"]
+__all__ = ["Arm", "Workshop", "check_arm", "quick", "read_json", "shared_grid", "verify_recipe"]
 
 MOST_RANKS = 4
 ARM_LIMIT_S = 3600.0
@@ -211,7 +211,7 @@ class Workshop:
         (folder / "spec.json").write_text(json.dumps(spec), encoding="utf-8")
         if arm.kill_after:
             self._start_and_kill(folder, arm.kill_after)
-        code = self._wait(self._start(folder))
+        code = self.wait(self.start(folder))
         if code:
             raise ArmFailed(f"{arm.name}: {last_words(folder)}", code)
         return folder
@@ -236,7 +236,8 @@ class Workshop:
                 outcomes |= dict(zip((place for place, _ in chosen), results, strict=True))
         return outcomes
 
-    def _start(self, folder: Path) -> subprocess.Popen[bytes]:
+    def start(self, folder: Path) -> subprocess.Popen[bytes]:
+        """A fresh process for the spec in `folder`, leader of its own process group."""
         with (folder / "output.txt").open("ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", "mok.determinism.arm", str(folder / "spec.json")],
@@ -245,7 +246,8 @@ class Workshop:
                 start_new_session=True,
             )
 
-    def _wait(self, process: subprocess.Popen[bytes]) -> int:
+    def wait(self, process: subprocess.Popen[bytes]) -> int:
+        """The exit code of an arm, which is killed if it takes longer than `ARM_LIMIT_S`."""
         try:
             return process.wait(ARM_LIMIT_S)
         finally:
@@ -255,7 +257,7 @@ class Workshop:
 
     def _start_and_kill(self, folder: Path, step: int) -> None:
         """SIGKILL the arm's process group as soon as its trace shows `step`."""
-        process = self._start(folder)
+        process = self.start(folder)
         traces = folder / "trace"
         while process.poll() is None:
             lines = [path.read_bytes().count(b"\n") for path in traces.glob("rank_*.jsonl")]
@@ -313,7 +315,7 @@ def verify_recipe(
             outcome = outcomes[f"{axis}-{i}"]
             result.seconds += outcome.seconds
             if result.finding is None:
-                result.finding = check_arm(shop, arm, outcome, reference, trace, result)
+                result.finding = check_arm(shop, arm, outcome, trace, result)
         if result.finding:
             result.status = "diverged"
         report.axes.append(result)
@@ -333,14 +335,14 @@ def quick(recipe: Recipe, device: str) -> Recipe:
     return dataclasses.replace(recipe, **changes)
 
 
-def check_arm(shop: Workshop, arm: Arm, outcome: Outcome, reference: Path, trace: Trace, result: AxisResult) -> Finding | None:
+def check_arm(shop: Workshop, arm: Arm, outcome: Outcome, trace: Trace, result: AxisResult) -> Finding | None:
     """Count what was compared in `result`, and look into the first divergence if there is one.
 
     Raises UsageError where the arm was refused, RunError where it failed without any divergence.
     """
     folder, failed = outcome.folder, outcome.failed
-    if failed is not None and failed.code == UsageError.exit_code:
-        raise UsageError(str(failed))
+    if failed is not None and "--inject" in str(failed):
+        raise UsageError(str(failed).removeprefix(f"{arm.name}: "))
     if arm.layer_check:
         if failed is not None:
             raise failed

@@ -130,7 +130,9 @@ class Recorder:
         self._keys[label] = key
 
     def end(self) -> None:
-        """Close the step: collect its digests and write them."""
+        """Close the step: collect its digests and write them. Nothing is written if nothing was seen."""
+        if not self._keys:
+            return
         digests = self._digester.finish()
         for label, key in self._keys.items():
             self.trace.add(key, digests[label])

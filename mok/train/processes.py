@@ -99,11 +99,12 @@ class LaunchedRanks:
         try:
             yield
         except Interrupted:
-            # All ranks stop after the same step. Whoever is first must not have the rest ended by the launcher's SIGTERM.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            # All ranks stop after the same step.
+            ignore_sigterm()
             self.gather(None, "end")
             raise
         except Exception as error:
+            ignore_sigterm()
             if self.progress.waits and (lost := self.watch.explain(error)) is not None:
                 raise lost from error
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
@@ -150,6 +151,12 @@ def assemble(layout: Layout, device: torch.device, timeout_s: float) -> Launched
     if odd is not None:
         raise RankError(f"rank {odd} was started with another layout than rank 0: {layouts[odd]} against {layouts[0]}")
     return ranks
+
+
+def ignore_sigterm() -> None:
+    """From here on this rank ends by itself, and has something to say first: a launcher sends SIGTERM to all ranks as soon as
+    one of them is gone."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @contextmanager
