@@ -18,7 +18,8 @@ from torch import Tensor
 
 from mok.config import Recipe
 from mok.errors import CheckpointError, UsageError
-from mok.hf_layout import family_of_config, recipe_differences, tensor_shapes
+from mok.hf_config import family_of_config, recipe_differences
+from mok.hf_layout import tensor_shapes
 from mok.safetensors_files import DTYPES, SafetensorsFolder, listed, load_json
 
 __all__ = ["HfWeights", "config_folder"]

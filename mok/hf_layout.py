@@ -1,31 +1,21 @@
 """Hugging Face families of MoE models: tensor names, config fields, and which recipes each can express.
 
-Owns the translation between a recipe and a `config.json`, in both directions, and between mok's tensor names and those of a
-family. Both spellings are written where readers of transformers 4 and 5 differ. Knows nothing of files or torch.
-Read next: `mok/export.py` (out) and `mok/hf_import.py` (in).
+Owns the way from a recipe to a `config.json` and from mok's tensor names to those of a family. Both spellings are written where
+readers of transformers 4 and 5 differ. Knows nothing of files or torch. Read next: `mok/export.py`, and `mok/hf_config.py` for
+the way back.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from mok.config import Recipe
 from mok.errors import UsageError
 
-__all__ = [
-    "FAMILIES",
-    "KEPT_FP32",
-    "Family",
-    "choose_family",
-    "family_of_config",
-    "recipe_differences",
-    "recipe_values",
-    "tensor_shapes",
-]
+__all__ = ["FAMILIES", "KEPT_FP32", "Family", "choose_family", "normalizes", "reasons", "shared_size", "tensor_shapes"]
 
 KEPT_FP32 = ("e_score_correction_bias",)
 """Last parts of tensor names that are stored in fp32 whatever the export's dtype: rounding them changes who is chosen."""
@@ -89,7 +79,7 @@ def _qwen3_moe_fields(recipe: Recipe) -> dict[str, Any]:
         "moe_intermediate_size": recipe.moe.intermediate_size,
         "num_experts": recipe.moe.num_experts,
         "num_local_experts": recipe.moe.num_experts,
-        "norm_topk_prob": _normalizes(recipe),
+        "norm_topk_prob": normalizes(recipe),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
         "attention_bias": False,
@@ -105,7 +95,7 @@ def _glm4_moe_fields(recipe: Recipe) -> dict[str, Any]:
         "intermediate_size": model.dense_intermediate_size or moe.intermediate_size,
         "moe_intermediate_size": moe.intermediate_size,
         "n_routed_experts": moe.num_experts,
-        "n_shared_experts": _shared_size(recipe) // moe.intermediate_size,
+        "n_shared_experts": shared_size(recipe) // moe.intermediate_size,
         "first_k_dense_replace": model.num_dense_layers,
         "n_group": moe.num_groups,
         "topk_group": moe.top_groups,
@@ -137,28 +127,30 @@ def _olmoe_fields(recipe: Recipe) -> dict[str, Any]:
         "intermediate_size": recipe.moe.intermediate_size,
         "num_experts": recipe.moe.num_experts,
         "num_local_experts": recipe.moe.num_experts,
-        "norm_topk_prob": _normalizes(recipe),
+        "norm_topk_prob": normalizes(recipe),
         "clip_qkv": None,
         "attention_bias": False,
     }
 
 
-def _normalizes(recipe: Recipe) -> bool:
+def normalizes(recipe: Recipe) -> bool:
     """Whether a token's weights sum to one: a softmax over the chosen experts does, as much as a division by their sum."""
     return recipe.moe.normalize_weights or recipe.moe.score_order == "after_top_k"
 
 
-def _shared_size(recipe: Recipe) -> int:
+def shared_size(recipe: Recipe) -> int:
+    """Width of all shared experts together."""
     return recipe.moe.num_shared_experts * (recipe.moe.shared_intermediate_size or recipe.moe.intermediate_size)
 
 
-def _reasons(*rules: tuple[bool, str]) -> list[str]:
+def reasons(*rules: tuple[bool, str]) -> list[str]:
+    """What is said of the rules that do not hold."""
     return [reason for holds, reason in rules if not holds]
 
 
 def _everywhere(recipe: Recipe) -> list[str]:
     moe = recipe.moe
-    return _reasons(
+    return reasons(
         (not moe.shared_gate, "moe.shared_gate: it has no gate on shared experts"),
         (moe.clamp == 0, "moe.clamp: its experts do not clamp"),
         (moe.force_routing == "none", "moe.force_routing: it always asks its router"),
@@ -167,7 +159,7 @@ def _everywhere(recipe: Recipe) -> list[str]:
 
 def _softmax_only(recipe: Recipe) -> list[str]:
     model, moe = recipe.model, recipe.moe
-    return _reasons(
+    return reasons(
         (moe.score == "softmax", "moe.score: its router takes a softmax"),
         (not moe.correction_bias, "moe.correction_bias: its router has none"),
         (moe.scaling_factor == 1, "moe.scaling_factor: its router has none"),
@@ -181,16 +173,16 @@ def _softmax_only(recipe: Recipe) -> list[str]:
 
 def _qwen3_moe_why_not(recipe: Recipe) -> list[str]:
     qk_norm = recipe.model.qk_norm == "head"
-    return _everywhere(recipe) + _softmax_only(recipe) + _reasons((qk_norm, 'model.qk_norm: it needs "head"'))
+    return _everywhere(recipe) + _softmax_only(recipe) + reasons((qk_norm, 'model.qk_norm: it needs "head"'))
 
 
 def _mixtral_why_not(recipe: Recipe) -> list[str]:
     return (
         _everywhere(recipe)
         + _softmax_only(recipe)
-        + _reasons(
+        + reasons(
             (recipe.model.qk_norm == "none", 'model.qk_norm: it needs "none"'),
-            (_normalizes(recipe), "moe.normalize_weights: its router always divides by the sum"),
+            (normalizes(recipe), "moe.normalize_weights: its router always divides by the sum"),
         )
     )
 
@@ -200,7 +192,7 @@ def _olmoe_why_not(recipe: Recipe) -> list[str]:
     return (
         _everywhere(recipe)
         + _softmax_only(recipe)
-        + _reasons(
+        + reasons(
             (model.qk_norm == "full", 'model.qk_norm: it needs "full"'),
             (model.head_dim * model.num_heads == model.hidden_size, "model.head_dim: it needs hidden_size / num_heads"),
         )
@@ -209,8 +201,8 @@ def _olmoe_why_not(recipe: Recipe) -> list[str]:
 
 def _glm4_moe_why_not(recipe: Recipe) -> list[str]:
     model, moe = recipe.model, recipe.moe
-    shared = _shared_size(recipe)
-    return _everywhere(recipe) + _reasons(
+    shared = shared_size(recipe)
+    return _everywhere(recipe) + reasons(
         (moe.score == "sigmoid", "moe.score: its router takes a sigmoid"),
         (moe.correction_bias, "moe.correction_bias: its router always has one (moe.bias_update_rate = 0 keeps it at zero)"),
         (shared > 0, "moe.num_shared_experts: it always has one"),
@@ -243,11 +235,11 @@ def choose_family(recipe: Recipe, name: str | None = None) -> Family:
     if name is not None and name not in FAMILIES:
         raise UsageError(f"--arch {name}: not an architecture that mok exports; use one of {', '.join(FAMILIES)}")
     asked = [FAMILIES[name]] if name else list(FAMILIES.values())
-    reasons = {family.name: family.why_not(recipe) for family in asked}
+    refusals = {family.name: family.why_not(recipe) for family in asked}
     for family in asked:
-        if not reasons[family.name]:
+        if not refusals[family.name]:
             return family
-    listed = "\n".join(f"  {family}: {reason}" for family, found in reasons.items() for reason in found)
+    listed = "\n".join(f"  {family}: {reason}" for family, found in refusals.items() for reason in found)
     raise UsageError(f"no Hugging Face architecture asked for can express this model; change the recipe, or --arch:\n{listed}")
 
 
@@ -296,7 +288,7 @@ def _moe_tensors(recipe: Recipe) -> Iterator[tuple[str, tuple[int, ...]]]:
     for expert in range(moe.num_experts):
         yield from _swiglu_tensors(f"experts.{expert}.", width, moe.intermediate_size)
     if moe.num_shared_experts:
-        yield from _swiglu_tensors("shared_experts.", width, _shared_size(recipe))
+        yield from _swiglu_tensors("shared_experts.", width, shared_size(recipe))
     if moe.shared_gate:
         yield "shared_expert_gate.weight", (1, width)
 
@@ -305,112 +297,3 @@ def _swiglu_tensors(prefix: str, width: int, inner: int) -> Iterator[tuple[str, 
     yield prefix + "gate_proj.weight", (inner, width)
     yield prefix + "up_proj.weight", (inner, width)
     yield prefix + "down_proj.weight", (width, inner)
-
-
-def family_of_config(config: Mapping[str, Any]) -> Family:
-    """The family that a config.json belongs to. Raises UsageError if mok does not know it."""
-    name = config.get("model_type")
-    if name not in FAMILIES:
-        raise UsageError(f'config.json: model_type = "{name}" cannot be read; mok reads {", ".join(FAMILIES)}')
-    return FAMILIES[name]
-
-
-def recipe_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe keys, `model.hidden_size` and so on, that a config.json fixes: everything the weights' meaning depends on.
-
-    Raises UsageError where the model has something that no recipe can express, such as a sliding window or scaled rotation.
-    """
-    family = family_of_config(config)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    _refuse_unknown_parts(config, rope)
-    heads = config["num_attention_heads"]
-    values: dict[str, Any] = {
-        "model.hidden_size": config["hidden_size"],
-        "model.num_layers": config["num_hidden_layers"],
-        "model.num_heads": heads,
-        "model.num_kv_heads": config.get("num_key_value_heads") or heads,
-        "model.head_dim": config.get("head_dim") or config["hidden_size"] // heads,
-        "model.vocab_size": config["vocab_size"],
-        "model.norm_eps": config.get("rms_norm_eps", 1e-5),
-        "model.rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-        "model.tie_embeddings": config.get("tie_word_embeddings", False),
-        "model.attention_bias": config.get("attention_bias", False),
-        "model.qk_norm": "head",
-        "model.num_dense_layers": 0,
-        "model.rotary_fraction": 1.0,
-        "moe.top_k": config["num_experts_per_tok"],
-        "moe.intermediate_size": config.get("moe_intermediate_size") or config["intermediate_size"],
-        "moe.num_experts": next(
-            config[name] for name in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(name) is not None
-        ),
-        "moe.score": "softmax",
-        "moe.normalize_weights": config.get("norm_topk_prob", False),
-        "moe.scaling_factor": 1.0,
-        "moe.correction_bias": False,
-        "moe.num_groups": 1,
-        "moe.top_groups": 1,
-        "moe.num_shared_experts": 0,
-        "moe.shared_gate": False,
-        "moe.clamp": 0.0,
-    }
-    if family.name == "mixtral":
-        values |= {"model.qk_norm": "none", "moe.normalize_weights": True}
-    if family.name == "olmoe":
-        values |= {"model.qk_norm": "full", "moe.intermediate_size": config["intermediate_size"]}
-    if family.name == "glm4_moe":
-        values |= {
-            "model.qk_norm": "head" if config.get("use_qk_norm", False) else "none",
-            "model.num_dense_layers": config["first_k_dense_replace"],
-            "model.rotary_fraction": rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 0.5)),
-            "moe.score": "sigmoid",
-            "moe.normalize_weights": config.get("norm_topk_prob", True),
-            "moe.scaling_factor": config.get("routed_scaling_factor", 1.0),
-            "moe.correction_bias": True,
-            "moe.num_groups": config.get("n_group", 1),
-            "moe.top_groups": config.get("topk_group", 1),
-            "moe.num_shared_experts": config.get("n_shared_experts", 1),
-        }
-        if config["first_k_dense_replace"]:
-            values["model.dense_intermediate_size"] = config["intermediate_size"]
-    return values
-
-
-def _refuse_unknown_parts(config: Mapping[str, Any], rope: Mapping[str, Any]) -> None:
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    extra = _reasons(
-        (rope_type == "default", f"rotary embedding of type {rope_type}"),
-        (not (config.get("use_sliding_window", True) and config.get("sliding_window")), "a sliding attention window"),
-        (config.get("hidden_act", "silu") == "silu", f"activation {config.get('hidden_act')}"),
-        (config.get("clip_qkv") is None, "clip_qkv"),
-        (
-            not config.get("mlp_only_layers") and config.get("decoder_sparse_step", 1) == 1,
-            "dense layers between the MoE layers",
-        ),
-        (config.get("model_type") == "glm4_moe" or not config.get("attention_bias"), "a bias in the attention output"),
-        (config.get("quantization_config") is None, "quantized weights"),
-    )
-    if extra:
-        raise UsageError(f"config.json: this model has {', '.join(extra)}, which no recipe can express; use another checkpoint")
-
-
-def recipe_differences(recipe: Recipe, config: Mapping[str, Any]) -> list[str]:
-    """`--set KEY=VALUE` for each key of `recipe` that says something else than a config.json."""
-    plain = recipe.to_dict()
-    differences = []
-    for key, wanted in recipe_values(config).items():
-        section, name = key.split(".")
-        if not _same(key, plain[section][name], wanted, recipe):
-            differences.append(f"--set {key}={str(wanted).lower() if isinstance(wanted, bool) else wanted}")
-    return differences
-
-
-def _same(key: str, found: Any, wanted: Any, recipe: Recipe) -> bool:
-    if key == "moe.normalize_weights" and recipe.moe.score == "softmax":
-        return _normalizes(recipe) == wanted
-    if key == "moe.num_shared_experts":
-        return _shared_size(recipe) == wanted * recipe.moe.intermediate_size
-    if key == "model.vocab_size" and found == 0:  # the tokenizer decides; the shapes of the weights are checked
-        return True
-    if isinstance(wanted, float):
-        return math.isclose(found, wanted, rel_tol=1e-12)
-    return bool(found == wanted)

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mok.errors import UsageError
-from mok.hf_layout import FAMILIES, choose_family, recipe_differences, recipe_values, tensor_shapes
+from mok.hf_config import recipe_differences, recipe_values
+from mok.hf_layout import FAMILIES, choose_family, tensor_shapes
 from mok.recipe import load, shipped
 from mok.shapes import parameters
 from mok_cli.dry_run import price
@@ -141,6 +142,16 @@ def test_mixtral_has_its_own_names():
 def test_models_with_parts_that_no_recipe_has_are_refused(field, value, named):
     config = FAMILIES["qwen3_moe"].config(RECIPES["qwen3_moe"], VOCAB, 256, "bf16") | {"use_sliding_window": True, field: value}
     with pytest.raises(UsageError, match=named):
+        recipe_values(config)
+
+
+@pytest.mark.parametrize(("field", "value"), [("hidden_size", None), ("num_attention_heads", 0), ("rope_parameters", 3)])
+def test_a_config_that_lacks_a_field_is_refused(field, value):
+    config = FAMILIES["mixtral"].config(RECIPES["mixtral"], VOCAB, 256, "bf16") | {"head_dim": None, field: value}
+    with pytest.raises(UsageError, match=r"config\.json: a field is missing or is no number"):
+        recipe_values(config)
+    del config[field], config["num_local_experts"]
+    with pytest.raises(UsageError, match=r"config\.json"):
         recipe_values(config)
 
 
