@@ -1,0 +1,63 @@
+"""`mok bench train`: what a report holds, and that a peer that computes something else is not timed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from mok.bench.train import _measure, bench_train
+from mok.config import ModelConfig, MoEConfig, OptimConfig, Recipe, TrainConfig
+from mok.errors import CheckFailed, UsageError
+
+RECIPE = Recipe(
+    model=ModelConfig(hidden_size=32, num_layers=1, head_dim=16),
+    moe=MoEConfig(num_experts=4, intermediate_size=32, balance_loss=0.0),
+    train=TrainConfig(batch_size=4, sequence_length=32),
+    optim=OptimConfig(schedule="constant", warmup_steps=0),
+)
+
+
+@pytest.mark.interop
+def test_a_report_beside_transformers() -> None:
+    pytest.importorskip("transformers")
+    report = bench_train(RECIPE, ["hf"], vocab_size=64, rounds=2, steps=2, check=True)
+    assert [row.name for row in report.rows] == ["mok", "mok, one slice", "hf"]
+    ours, _, theirs = report.rows
+    assert ours.relative_error is None and theirs.relative_error is not None and theirs.relative_error < 1e-4
+    assert ours.bitwise_repeatable
+    assert ours.ratio_to["hf"] == theirs.median_ms / ours.median_ms
+    assert ours.tokens_per_s == pytest.approx(128 / ours.median_ms * 1e3)
+    assert all(row.peak_bytes > 2**20 and row.median_ms > 0 and row.spread_ms >= 0 for row in report.rows)
+    assert report.environment["torch"]
+
+
+class Canned:
+    """The pipe of a contestant whose answers are known."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.values, self.asked = values, []
+
+    def send(self, question: Any) -> None:
+        self.asked.append(question)
+
+    def recv(self) -> Any:
+        question = self.asked[-1]
+        if question == "check":
+            return {"values": self.values, "repeatable": True}
+        return 1000 if question == "peak" else [0.5] * question
+
+
+def test_a_peer_that_computes_something_else_is_not_timed() -> None:
+    mok, right, wrong = Canned([6.2, 1.0]), Canned([6.2, 1.00001]), Canned([6.2, 1.01])
+    rows = _measure(RECIPE, 64, [("mok", mok, None), ("hf", right, None)], 2, 3, True).rows
+    assert rows[0].median_ms == 500 and rows[0].ratio_to == {"hf": 1.0}
+    with pytest.raises(CheckFailed, match=r"hf: losses and gradient norms differ by 1\.0e-02") as caught:
+        _measure(RECIPE, 64, [("mok", mok, None), ("hf", wrong, None)], 2, 3, True)
+    assert caught.value.exit_code == 3 and wrong.asked == ["check"]
+
+
+def test_a_peer_that_is_not_known_is_refused() -> None:
+    with pytest.raises(UsageError, match="--against torchtitan"):
+        bench_train(dataclasses.replace(RECIPE), ["torchtitan"], vocab_size=64, rounds=2, steps=1, check=True)
