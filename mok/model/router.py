@@ -107,7 +107,7 @@ class Router(nn.Module):
 
     weight [E, H] in the model's dtype; correction_bias [E] (a buffer, or None) stays fp32 through every cast. layer: index that
     errors name. Non-finite logits raise NonFiniteError at once on a CPU; on a GPU, and compiled, those tokens get no route, and
-    `num_bad_rows`, a device counter, grows by their number.
+    `num_bad_rows`, a device counter that `raise_for_bad_rows` looks at, grows by their number.
     """
 
     correction_bias: Tensor | None
@@ -156,12 +156,21 @@ class Router(nn.Module):
         assert self.correction_bias is not None
         self.correction_bias.copy_(updated_bias(self.correction_bias, counts_E, rate))
 
+    def raise_for_bad_rows(self) -> None:
+        """NonFiniteError if any call since the last of this method had logits that are not finite; waits for the device."""
+        if bad := int(self.num_bad_rows):
+            self.num_bad_rows.zero_()
+            raise self._not_finite(str(bad))
+
     def _raise_if_not_finite(self, logits_TE: Tensor) -> None:
         if logits_TE.numel() == 0 or all(math.isfinite(bound) for bound in torch.aminmax(logits_TE)):
             return
         bad = int((~logits_TE.isfinite().all(1)).sum())
-        raise NonFiniteError(
-            f"router of layer {self.layer}: {bad} of {logits_TE.shape[0]} rows of logits hold NaN or infinity; "
+        raise self._not_finite(f"{bad} of {logits_TE.shape[0]}")
+
+    def _not_finite(self, rows: str) -> NonFiniteError:
+        return NonFiniteError(
+            f"router of layer {self.layer}: {rows} rows of logits hold NaN or infinity; "
             "look at the loss and gradient norm of the steps before, and lower optim.lr"
         )
 

@@ -129,6 +129,8 @@ def train_step(state: TrainState, batches: Batches, observer: Observer | None = 
     report = _report(state, sums, tokens, lr)
     if observer is not None:
         observer.reduced(state.gradients(), report)
+    for layer in model.moe_layers:
+        layer.router.raise_for_bad_rows()
     if not math.isfinite(report.loss) or not math.isfinite(report.grad_norm):
         what = "loss" if not math.isfinite(report.loss) else "gradient norm"
         raise NonFiniteError(f"the {what} is not finite; nothing was updated; lower optim.lr, or look at the saved batch")

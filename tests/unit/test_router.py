@@ -112,6 +112,21 @@ def test_logits_that_are_not_finite_are_an_error(bad: list[float]) -> None:
         layer(x)
 
 
+def test_where_the_host_does_not_wait_bad_rows_are_counted_and_go_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Router(4, 4, Routing(2), layer=5)
+    with torch.no_grad():
+        layer.weight.copy_(torch.eye(4))
+    x = torch.tensor([[1.0, 2.0, 3.0, 4.0], [0.0, math.nan, 0.0, 1.0]])
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # takes the way of a GPU
+    for _ in range(2):
+        routes = layer(x)
+    assert routes.expert_ids_TK.tolist() == [[2, 3], [-1, -1]]
+    assert routes.weights_TK.isfinite().all() and routes.weights_TK[1].tolist() == [0.0, 0.0]
+    with pytest.raises(NonFiniteError, match="router of layer 5: 2 rows"):
+        layer.raise_for_bad_rows()
+    layer.raise_for_bad_rows()
+
+
 def loss_gradient(layer: Router, x: Tensor, balance: float, z: float = 0.0, grid: CallGrid | None = None) -> Tensor:
     layer.weight.grad = None
     routes = layer(x, grid)
