@@ -1,0 +1,370 @@
+"""One expert layer's speed, ours beside others' on the same tokens, routes and weights, after checking every result.
+
+Owns the shapes and routings that are timed, the float64 truth, the clock and the rows of the report. A contestant that is
+further from float64 than its bar is not timed. The router is not part of what is timed: ids and weights are given; our plan is.
+Knows nothing of the command line. Read next: `mok/bench/peers/layer.py`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from mok.bench.peers import layer as peers
+from mok.errors import CheckFailed
+from mok.shapes import LAYER_SHAPES, LayerShape
+
+__all__ = ["ROUTINGS", "TABLE", "LayerReport", "LayerRow", "Problem", "bench_layer", "make_problem"]
+
+ROUTINGS = ("balanced", "skewed", "one-hot")
+
+TABLE = {
+    "olmoe-1b-7b": (LAYER_SHAPES["olmoe-1b-7b"], 32768),
+    "qwen3-30b-a3b": (LAYER_SHAPES["qwen3-30b-a3b"], 32768),
+    "mixtral-8x7b": (LAYER_SHAPES["mixtral-8x7b"], 8192),
+    "deepseek-v3-slice": (LayerShape(7168, 2048, 32, 8), 8192),
+}
+"""What `--shape all` times: the routed experts that one GPU holds, and the tokens it is fed."""
+
+SETS = 3
+"""Inputs that take turns, so that no call finds its own in the cache."""
+
+FACTOR = {torch.bfloat16: 1.1, torch.float32: 2.0}
+"""Error over that of a plain loop in the same dtype, against float64, that our backends may have; fp32 sums differ in order."""
+
+PEER_ERROR = 0.02
+"""Error that a peer may have: several bf16 roundings more than ours, far below a wrong result."""
+
+
+@dataclass
+class Inputs:
+    """One set: x, dy [T, H]; ids int32, weights fp32 [T, K], ids rising."""
+
+    x_TH: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+    dy_TH: Tensor
+
+
+@dataclass
+class Problem:
+    """A layer with its inputs. gate, up [E, I, H], down [E, H, I]."""
+
+    name: str
+    shape: LayerShape
+    tokens: int
+    sets: list[Inputs]
+    gate_EIH: Tensor
+    up_EIH: Tensor
+    down_EHI: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        return self.gate_EIH.device
+
+    def flops(self, direction: str) -> int:
+        return self.shape.flops(self.tokens) * (1 if direction == "forward" else 3)
+
+
+@dataclass
+class LayerRow:
+    """One line of a report; None where something was not measured. direction: forward, or forward+backward.
+
+    median_ms, spread_ms: of single calls in a burst, and the distance of the quartiles. sustained_ms: mean of calls back to back
+    for most of a second. saved_bytes: held between forward and backward; peak_bytes: above weights, inputs and gradients.
+    """
+
+    name: str
+    shape: str
+    direction: str
+    tokens: int
+    routing: str
+    median_ms: float
+    spread_ms: float
+    sustained_ms: float | None
+    tflops: float
+    fraction_of_dense: float
+    tokens_per_s: float
+    bitwise_repeatable: bool
+    relative_error: float | None
+    saved_bytes: int | None
+    peak_bytes: int | None
+    ratio_to: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class LayerReport:
+    rows: list[LayerRow]
+    environment: dict[str, Any]
+
+
+def make_problem(
+    name: str, shape: LayerShape, tokens: int, routing: str, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> Problem:
+    """Random weights of unit gain and random tokens. Routings: each token's experts uniform; by Zipf's law; the same for all."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(*size: int, scale: float = 1.0) -> Tensor:
+        return torch.randn(size, generator=generator, device=device, dtype=torch.float32).mul_(scale).to(dtype)
+
+    def weight(rows: int, columns: int) -> Tensor:
+        return torch.stack([normal(rows, columns, scale=columns**-0.5) for _ in range(shape.num_experts)])
+
+    def inputs() -> Inputs:
+        uniform = torch.rand(tokens, shape.num_experts, generator=generator, device=device).clamp_(1e-9, 1 - 1e-6)
+        scores = -(-uniform.log()).log()  # Gumbel noise: the largest K of score + log p are a draw without replacement by p
+        rank = torch.arange(1, shape.num_experts + 1, device=device, dtype=torch.float32)
+        if routing == "skewed":
+            scores = scores - rank.log()
+        elif routing == "one-hot":
+            scores = -rank.expand(tokens, -1)
+        ids_TK = scores.topk(shape.top_k, dim=1).indices.sort(1).values.to(torch.int32)
+        logits = torch.randn(tokens, shape.top_k, generator=generator, device=device)
+        return Inputs(normal(tokens, shape.hidden_size), ids_TK, logits.softmax(1), normal(tokens, shape.hidden_size))
+
+    gate, up = (weight(shape.intermediate_size, shape.hidden_size) for _ in range(2))
+    down = weight(shape.hidden_size, shape.intermediate_size)
+    return Problem(name, shape, tokens, [inputs() for _ in range(SETS)], gate, up, down)
+
+
+def bench_layer(
+    problems: dict[str, tuple[LayerShape, int]],
+    *,
+    routing: str,
+    backend: str,
+    against: list[str],
+    check: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    calls: int = 24,
+    warmup: int = 6,
+    sustain_s: float = 0.6,
+    report_row: Callable[[LayerRow], None] = lambda row: None,
+) -> LayerReport:
+    """Time our `backend` and each peer on each of `problems` (name -> shape, tokens), forward and forward+backward.
+
+    against: names of `mok.bench.peers.layer.PEERS`. Raises UsageError for a peer that is unknown or not installed, CheckFailed
+    where a result is wrong, before any figure of that shape.
+    """
+    makers = {"mok": peers.mok_with(backend)} | {name: peers.find(name) for name in against}
+    rows: list[LayerRow] = []
+    clock = _Clock(device, calls, warmup)
+    dense: dict[str, list[float]] = {}
+    for name, (shape, tokens) in problems.items():
+        problem = make_problem(name, shape, tokens, routing, device, dtype)
+        contestants = {who: make(problem) for who, make in makers.items()}
+        errors = _check(problem, contestants) if check else {}
+        before = _dense_tflops(clock)
+        found: list[LayerRow] = []
+        for who, contestant in contestants.items():
+            repeatable = _repeats(contestant, problem)
+            saved, peak = _memory(contestant, problem)
+            for direction in ("forward", "forward+backward"):
+                times = clock.burst(_call(contestant, problem, direction))
+                median = statistics.median(times)
+                quartiles = statistics.quantiles(times, n=4)
+                flops = problem.flops(direction)
+                row = LayerRow(
+                    name=contestant.name,
+                    shape=name,
+                    direction=direction,
+                    tokens=tokens,
+                    routing=routing,
+                    median_ms=median,
+                    spread_ms=quartiles[2] - quartiles[0],
+                    sustained_ms=clock.sustained(_call(contestant, problem, direction), sustain_s) if sustain_s else None,
+                    tflops=flops / median / 1e9,
+                    fraction_of_dense=flops / median / 1e9 / before,
+                    tokens_per_s=tokens / median * 1e3,
+                    bitwise_repeatable=repeatable,
+                    relative_error=errors.get(who),
+                    saved_bytes=saved,
+                    peak_bytes=peak,
+                )
+                ours = next((other for other in found if other.direction == direction), None)
+                if ours is not None:
+                    ours.ratio_to[contestant.name] = row.median_ms / ours.median_ms
+                found.append(row)
+                report_row(row)
+        dense[name] = [before, _dense_tflops(clock)]
+        rows += found
+        del problem, contestants
+    return LayerReport(rows, _environment(device, dtype) | {"dense_tflops": dense})
+
+
+def _call(contestant: peers.Contestant, problem: Problem, direction: str) -> Callable[[int], None]:
+    """Call number i with the inputs whose turn it is."""
+
+    def forward(i: int) -> None:
+        inputs = problem.sets[i % SETS]
+        contestant.forward(inputs.x_TH, inputs.ids_TK, inputs.weights_TK)
+
+    def both(i: int) -> None:
+        inputs = problem.sets[i % SETS]
+        contestant.backward(contestant.forward(inputs.x_TH, inputs.ids_TK, inputs.weights_TK), inputs.dy_TH)
+
+    return forward if direction == "forward" else both
+
+
+class _Clock:
+    """Times calls on one device: events on a GPU, the host's clock on a CPU. Warm-up stays out of the figures."""
+
+    def __init__(self, device: torch.device, calls: int, warmup: int) -> None:
+        self.device, self.calls, self.warmup = device, calls, warmup
+
+    def burst(self, call: Callable[[int], None]) -> list[float]:
+        """ms of each of `calls` calls after `warmup` others, from a card that has rested."""
+        for i in range(self.warmup):
+            call(i)
+        if self.device.type != "cuda":
+            times = []
+            for i in range(self.calls):
+                start = time.perf_counter()
+                call(i)
+                times.append((time.perf_counter() - start) * 1e3)
+            return times
+        torch.cuda.synchronize(self.device)
+        time.sleep(0.5)
+        for i in range(self.warmup):
+            call(i)
+        torch.cuda.synchronize(self.device)
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.calls)]
+        for i, (start, end) in enumerate(pairs):
+            start.record()
+            call(i)
+            end.record()
+        torch.cuda.synchronize(self.device)
+        return [start.elapsed_time(end) for start, end in pairs]
+
+    def sustained(self, call: Callable[[int], None], seconds: float) -> float:
+        """Mean ms of the second half of calls back to back for about `seconds`."""
+        call(0)
+        self._wait()
+        start = time.perf_counter()
+        call(0)
+        self._wait()
+        half = max(3, round(seconds / (time.perf_counter() - start) / 2))
+        for i in range(half):
+            call(i)
+        self._wait()
+        start = time.perf_counter()
+        for i in range(half):
+            call(i)
+        self._wait()
+        return (time.perf_counter() - start) * 1e3 / half
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def _dense_tflops(clock: _Clock) -> float:
+    """A square matrix product of 8192 (1024 on a CPU) timed like the layer."""
+    size = 8192 if clock.device.type == "cuda" else 1024
+    dtype = torch.bfloat16 if clock.device.type == "cuda" else torch.float32
+    a, b = (torch.randn(size, size, device=clock.device, dtype=dtype) for _ in range(2))
+    return 2 * size**3 / statistics.median(clock.burst(lambda i: torch.mm(a, b))) / 1e9
+
+
+def _check(problem: Problem, contestants: dict[str, peers.Contestant]) -> dict[str, float]:
+    """The largest relative error of output and gradients of each, on the timed sizes; CheckFailed if one exceeds its bar."""
+    inputs = problem.sets[0]
+    exact = _loop(problem, inputs, torch.float64)
+    plain = _loop(problem, inputs, inputs.x_TH.dtype)
+    factor = FACTOR[inputs.x_TH.dtype]
+    bars = {name: factor * max(_error(plain[name], exact[name]), torch.finfo(inputs.x_TH.dtype).eps) for name in exact}
+    worst = {}
+    for who, contestant in contestants.items():
+        y_TH = contestant.forward(inputs.x_TH, inputs.ids_TK, inputs.weights_TK)
+        found = {"y": y_TH.detach()} | contestant.backward(y_TH, inputs.dy_TH)
+        errors = {name: _error(value, exact[name]) for name, value in found.items()}
+        worst[who] = max(errors.values())
+        for name, error in errors.items():
+            bar = bars[name] if who == "mok" else max(PEER_ERROR, bars[name])
+            if not error <= bar:  # NaN fails
+                raise CheckFailed(
+                    f"{contestant.name} on {problem.name}: {name} is {error:.1e} from float64, allowed {bar:.1e}; nothing timed"
+                )
+    return worst
+
+
+def _error(value: Tensor, exact: Tensor) -> float:
+    """Frobenius norm of the difference over that of `exact`, expert by expert to spare memory."""
+    parts = list(zip(value, exact, strict=True)) if exact.dim() == 3 else [(value, exact)]
+    squares = [((a.double() - b.double()).square().sum(), b.double().square().sum()) for a, b in parts]
+    difference, norm = (float(sum(column)) for column in zip(*squares, strict=True))
+    return (difference / norm) ** 0.5 if norm else difference**0.5
+
+
+def _loop(problem: Problem, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Output and gradients by name, expert by expert in `dtype`, sums over experts and weight gradients in fp32 or wider."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    x, dy = inputs.x_TH.to(dtype), inputs.dy_TH.to(dtype)
+    y, dx = torch.zeros_like(x, dtype=wide), torch.zeros_like(x, dtype=wide)
+    dweights = torch.zeros_like(inputs.weights_TK, dtype=wide)
+    grads: dict[str, list[Tensor]] = {"gate": [], "up": [], "down": []}
+    for e in range(problem.shape.num_experts):
+        token, slot = torch.where(inputs.ids_TK == e)
+        gate, up, down = (weight[e].to(dtype) for weight in (problem.gate_EIH, problem.up_EIH, problem.down_EHI))
+        w = inputs.weights_TK[token, slot].to(wide).unsqueeze(1)
+        rows, d_rows = x[token], dy[token]
+        g, u = (rows @ gate.t()).to(wide), (rows @ up.t()).to(wide)
+        sigmoid = torch.sigmoid(g)
+        h = (silu(g) * u).to(dtype)
+        y.index_add_(0, token, (h @ down.t()).to(wide) * w)
+        dh = (d_rows @ down).to(wide)
+        dweights[token, slot] = (dh * h.to(wide)).sum(1)
+        d_gate = (dh * w * u * (sigmoid + silu(g) * (1 - sigmoid))).to(dtype)
+        d_up = (dh * w * silu(g)).to(dtype)
+        dx.index_add_(0, token, (d_gate @ gate + d_up @ up).to(wide))
+        grads["gate"].append((d_gate.to(wide).t() @ rows.to(wide)).float())
+        grads["up"].append((d_up.to(wide).t() @ rows.to(wide)).float())
+        grads["down"].append((d_rows.to(wide).t() @ (h.to(wide) * w).to(dtype).to(wide)).float())
+    return {"y": y.to(dtype), "dx": dx.to(dtype), "dweights": dweights} | {k: torch.stack(v) for k, v in grads.items()}
+
+
+def _repeats(contestant: peers.Contestant, problem: Problem) -> bool:
+    """Whether a second call gives the same bytes, gradients included."""
+
+    def once() -> list[Tensor]:
+        inputs = problem.sets[0]
+        y_TH = contestant.forward(inputs.x_TH, inputs.ids_TK, inputs.weights_TK)
+        return [y_TH.detach().clone(), *(value.clone() for value in contestant.backward(y_TH, inputs.dy_TH).values())]
+
+    first = once()
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(first, once(), strict=True))
+
+
+def _memory(contestant: peers.Contestant, problem: Problem) -> tuple[int | None, int | None]:
+    """(bytes held after a forward beside its output, peak of forward and backward), both above what was there before."""
+    device = problem.device
+    if device.type != "cuda":
+        return None, None
+    inputs = problem.sets[0]
+    contestant.backward(contestant.forward(inputs.x_TH, inputs.ids_TK, inputs.weights_TK), inputs.dy_TH)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    y_TH = contestant.forward(inputs.x_TH, inputs.ids_TK, inputs.weights_TK)
+    saved = torch.cuda.memory_allocated(device) - before - y_TH.numel() * y_TH.element_size()
+    contestant.backward(y_TH, inputs.dy_TH)
+    torch.cuda.synchronize(device)
+    return saved, torch.cuda.max_memory_allocated(device) - before
+
+
+def _environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    found: dict[str, Any] = {"torch": torch.__version__, "device": str(device), "dtype": str(dtype).removeprefix("torch.")}
+    if device.type == "cuda":
+        import triton
+
+        found |= {"card": torch.cuda.get_device_name(device), "triton": triton.__version__, "cuda": torch.version.cuda}
+    else:
+        found["threads"] = torch.get_num_threads()
+    return found

@@ -1,0 +1,175 @@
+"""`mok bench layer`: one expert layer, ours beside others', checked before it is timed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mok.errors import CheckFailed, UsageError
+from mok_cli.output import Output, examples, json_option
+
+if TYPE_CHECKING:
+    from mok.bench.layer import LayerRow
+
+__all__ = ["layer"]
+
+SLOWER = 1.1
+"""Times an old median that a new one may be before `--compare` calls it a regression; equal runs differ by up to 5 %."""
+
+
+@click.command(epilog=examples("mok bench layer --shape toy --against torch", "mok bench layer --shape all --json layer.json"))
+@click.option("--shape", default="toy", show_default=True, metavar="NAME", help="A layer by name, several with commas, or all.")
+@click.option("--tokens", type=click.IntRange(min=0), help="Tokens of a call; by default the layer's own number.")
+@click.option("--routing", type=click.Choice(["balanced", "skewed", "one-hot"]), default="balanced", show_default=True)
+@click.option("--dtype", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True)
+@click.option("--backend", default="auto", show_default=True, help="Who computes our side, as moe.backend.")
+@click.option("--against", default="", metavar="NAME,...", help="Peers to time in the same run: torch, grouped_mm, hf.")
+@click.option("--calls", type=click.IntRange(min=2), default=24, show_default=True, help="Timed calls of each.")
+@click.option("--check/--no-check", default=True, show_default=True, help="Compare with float64 before timing.")
+@click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu or cuda.")
+@click.option("--plot", type=click.Path(dir_okay=False, writable=True), help="Write a bar chart (needs matplotlib).")
+@click.option(
+    "--trace", type=click.Path(dir_okay=False, writable=True), help="Write a timeline of mega's tasks (Chrome trace)."
+)
+@click.option("--compare", type=click.Path(exists=True, dir_okay=False), help="An older --json report to compare with.")
+@json_option
+def layer(
+    shape: str,
+    tokens: int | None,
+    routing: str,
+    dtype: str,
+    backend: str,
+    against: str,
+    calls: int,
+    check: bool,
+    device: str,
+    plot: str | None,
+    trace: str | None,
+    compare: str | None,
+    output: Output,
+) -> None:
+    """One layer of experts: forward, and forward with backward.
+
+    Expert ids and weights are given, so no router is timed; the plan of our kernels is. A result that is wrong ends the run
+    before any figure.
+    """
+    import dataclasses
+
+    import torch
+
+    from mok.bench.layer import bench_layer
+
+    problems = _problems(shape, tokens)
+    place = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no CUDA device; use --device cpu")
+    output.line(
+        f"{'':<30}{'ms':>9}{'spread':>8}{'steady':>9}{'TFLOP/s':>9}{'dense':>7}{'repeats':>9}{'error':>9}{'saved':>7}{'peak':>7}"
+    )
+    report = bench_layer(
+        problems,
+        routing=routing,
+        backend=backend,
+        against=[name for name in against.split(",") if name],
+        check=check,
+        device=place,
+        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[dtype],
+        calls=calls,
+        report_row=lambda row: output.line(_line(row)),
+    )
+    for row in report.rows:
+        for name, ratio in row.ratio_to.items():
+            output.line(f"{row.shape} {row.direction}: {row.name} is {ratio:.2f} times as fast as {name}")
+    for name, (before, after) in report.environment["dense_tflops"].items():
+        output.line(f"{name}: a dense product ran at {before:.0f} TFLOP/s before and {after:.0f} after")
+    rows = [dataclasses.asdict(row) for row in report.rows]
+    output.report({"rows": rows, "environment": report.environment})
+    if plot:
+        _plot(report.rows, plot)
+    if trace:
+        from mok.bench.trace import trace_layer
+
+        name, (layer_shape, count) = next(iter(problems.items()))
+        Path(trace).write_text(json.dumps(trace_layer(name, layer_shape, count, routing, place)), encoding="utf-8")
+        output.line(f"timeline of one forward and backward of {name}: {trace}")
+    if compare:
+        _compare(rows, json.loads(Path(compare).read_text(encoding="utf-8"))["rows"], output)
+
+
+def _problems(names: str, tokens: int | None) -> dict[str, tuple[Any, int]]:
+    """Layers to time: name -> (shape, tokens)."""
+    from mok.bench.layer import TABLE
+    from mok.shapes import LAYER_SHAPES
+
+    if names == "all":
+        return {name: (shape, count if tokens is None else tokens) for name, (shape, count) in TABLE.items()}
+    known = {name: (shape, 512 if name == "toy" else 8192) for name, shape in LAYER_SHAPES.items()} | TABLE
+    found = {}
+    for name in names.split(","):
+        if name not in known:
+            raise UsageError(f"--shape {name}: must be all or one of {', '.join(known)}")
+        shape, count = known[name]
+        found[name] = (shape, count if tokens is None else tokens)
+    return found
+
+
+def _line(row: LayerRow) -> str:
+    def mib(count: int | None) -> str:
+        return "-" if count is None else f"{count / 2**20:,.0f}"
+
+    what = f"{row.name} {'fwd' if row.direction == 'forward' else 'fwd+bwd'}"
+    steady = "-" if row.sustained_ms is None else f"{row.sustained_ms:.3f}"
+    error = "-" if row.relative_error is None else f"{row.relative_error:.1e}"
+    return (
+        f"{row.shape[:9]:<10}{what[:29]:<30}{row.median_ms:>8.3f}{row.spread_ms:>8.3f}{steady:>9}{row.tflops:>9.1f}"
+        f"{row.fraction_of_dense:>7.2f}{'yes' if row.bitwise_repeatable else 'NO':>9}{error:>9}"
+        f"{mib(row.saved_bytes):>7}{mib(row.peak_bytes):>7}"
+    )
+
+
+def _plot(rows: Sequence[LayerRow], path: str) -> None:
+    """Bars of TFLOP/s by shape and direction, one colour for each contestant."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UsageError("--plot needs matplotlib: pip install matplotlib") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    places = list(dict.fromkeys((row.shape, row.direction) for row in rows))
+    names = list(dict.fromkeys(row.name for row in rows))
+    figure, axes = pyplot.subplots(figsize=(2 + 1.6 * len(places), 4))
+    width = 0.8 / len(names)
+    for index, name in enumerate(names):
+        chosen = {(row.shape, row.direction): row.tflops for row in rows if row.name == name}
+        heights = [chosen.get(place, 0.0) for place in places]
+        axes.bar([x + index * width for x in range(len(places))], heights, width, label=name)
+    axes.set_xticks(
+        [x + 0.4 - width / 2 for x in range(len(places))], [f"{shape}\n{what}" for shape, what in places], fontsize=7
+    )
+    axes.set_ylabel("TFLOP/s")
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def _compare(rows: list[dict[str, Any]], old_rows: list[dict[str, Any]], output: Output) -> None:
+    """New medians over old ones, row by row; CheckFailed if one is slower than it may be."""
+    keys = ("name", "shape", "direction", "tokens", "routing")
+    old = {tuple(row[key] for key in keys): row["median_ms"] for row in old_rows}
+    slower = []
+    for row in rows:
+        was = old.get(tuple(row[key] for key in keys))
+        if was is None:
+            output.line(f"{row['shape']} {row['direction']} {row['name']}: not in the old report")
+            continue
+        ratio = row["median_ms"] / was
+        output.line(f"{row['shape']} {row['direction']} {row['name']}: {was:.3f} -> {row['median_ms']:.3f} ms ({ratio:.2f})")
+        if ratio > SLOWER:
+            slower.append(f"{row['shape']} {row['direction']} {row['name']} takes {ratio:.2f} times as long")
+    if slower:
+        raise CheckFailed("slower than the old report: " + "; ".join(slower))
