@@ -75,10 +75,10 @@ class Problem:
 
 @dataclass
 class LayerRow:
-    """One line of a report; None where something was not measured. direction: forward, or forward+backward.
+    """One line of a report; None: not measured. direction: forward, or forward+backward.
 
-    median_ms, spread_ms: of single calls in a burst, and the distance of the quartiles. sustained_ms: mean of calls back to back
-    for most of a second. saved_bytes: held between forward and backward; peak_bytes: above weights, inputs and gradients.
+    median_ms, spread_ms: of single calls in a burst, and the distance of the quartiles. sustained_ms: mean of calls back to
+    back for most of a second. saved_bytes: held between forward and backward; peak_bytes: above weights, inputs and gradients.
     """
 
     name: str
@@ -108,7 +108,7 @@ class LayerReport:
 def make_problem(
     name: str, shape: LayerShape, tokens: int, routing: str, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> Problem:
-    """Random weights of unit gain and random tokens. Routings: each token's experts uniform; by Zipf's law; the same for all."""
+    """Random weights of unit gain, random tokens. Experts of a token: any alike; by Zipf's law; the same for all."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*size: int, scale: float = 1.0) -> Tensor:

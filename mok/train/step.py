@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mok.errors import NonFiniteError
 from mok.grid import Call
+from mok.launch.status import check_status
 from mok.model.loss import IGNORED, head_loss, head_loss_and_gradient
 from mok.train.batches import Batches
 from mok.train.optim import gradient_norm
@@ -83,7 +84,8 @@ class Observer(Protocol):
 
 
 def train_step(state: TrainState, batches: Batches, observer: Observer | None = None) -> StepReport:
-    """Make the next step. Raises NonFiniteError before anything is changed if loss, router or gradients are not finite."""
+    """Make the next step. Raises, before anything is changed, NonFiniteError if loss, router or gradients are not finite, and
+    RunError if a kernel gave up."""
     recipe, model, store = state.recipe, state.model, state.store
     step = state.step + 1
     lr = learning_rate(recipe.optim, step, recipe.train.steps)
@@ -127,6 +129,7 @@ def train_step(state: TrainState, batches: Batches, observer: Observer | None = 
     store.finish(state.ranks.exchange)
     state.clear_frozen_gradients()
     report = _report(state, sums, tokens, lr)
+    check_status(sums.losses[-1].device)
     if observer is not None:
         observer.reduced(state.gradients(), report)
     for layer in model.moe_layers:
