@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from mok.kernels.gluon_compat import barrier
 from mok.kernels.mover import combine_rest
-from mok.kernels.ring import ACCUMULATOR, GRADIENT_PIECE, HALF_M, PIECE_N, TILE, Cursor, is_skipped, sigmoid
+from mok.kernels.ring import ACCUMULATOR, GRADIENT_PIECE, HALF_M, PIECE_N, TILE, Cursor, is_skipped, rounded, sigmoid
 from mok.kernels.tasks import DH, DX, FIELDS, GATE_UP, HALF, KIND, ROW, STEPS, TILE_C, TILE_M, TILE_N, N
 
 
@@ -57,10 +57,10 @@ def multiply(ring, at, accumulator, steps, A_BY_COLUMNS: gl.constexpr, B_BY_ROWS
         accumulator = multiply_stage(ring, at, accumulator, A_BY_COLUMNS, B_BY_ROWS, WG)
         accumulator = warpgroup_mma_wait(1, (accumulator,))
         # All but the newest product are done: the stage before this one may be filled again.
-        mbarrier.arrive(ring.empty.index(at.previous_slot()), count=1, pred=k > 0)
+        mbarrier.arrive(ring.empty.index(at.slot_before(1)), count=1, pred=k > 0)
         at = at.next()
     accumulator = warpgroup_mma_wait(0, (accumulator,))
-    mbarrier.arrive(ring.empty.index(at.previous_slot()), count=1, pred=steps > 0)
+    mbarrier.arrive(ring.empty.index(at.slot_before(1)), count=1, pred=steps > 0)
     return accumulator, at
 
 
@@ -113,7 +113,7 @@ def finish_gate_up(accumulator, pieces, at, KEEP: gl.constexpr, CLAMP: gl.conste
     """
     q = quarters(accumulator)
     for j in gl.static_range(2):
-        gate, up = limited(q[j].to(gl.bfloat16).to(gl.float32), q[j + 2].to(gl.bfloat16).to(gl.float32), CLAMP)
+        gate, up = limited(rounded(q[j]), rounded(q[j + 2]), CLAMP)
         at = put((gate * sigmoid(gate)) * up, pieces, at)
     if KEEP:
         for j in gl.static_range(4):
@@ -143,13 +143,22 @@ def column_sum(x):
 
 
 @gluon.jit
+def weight_of_rows(accumulator, moves, row, wanted, WG: gl.constexpr):
+    """Router weights of this consumer's rows [HALF_M], 0 for padding, laid out like a quarter of `accumulator`."""
+    layout: gl.constexpr = quarters(accumulator)[0].type.layout
+    rows = row + WG * HALF_M + gl.arange(0, HALF_M, gl.SliceLayout(1, layout))
+    route = gl.load(moves.route_of_row + rows, mask=wanted, other=-1)
+    return gl.load(moves.weights + route, mask=route >= 0, other=0.0)
+
+
+@gluon.jit
 def finish_dh(
     accumulator,
     ring,
     ring_at,
     pieces,
     at,
-    moves,
+    weight,
     partial,
     row,
     column,
@@ -164,10 +173,9 @@ def finish_dh(
     """
     q = quarters(accumulator)
     layout: gl.constexpr = q[0].type.layout
-    rows = row + WG * HALF_M + gl.arange(0, HALF_M, gl.SliceLayout(1, layout))
-    route = gl.load(moves.route_of_row + rows)
-    weight = gl.load(moves.weights + route, mask=route >= 0, other=0.0)
-    total = gl.zeros([HALF_M], gl.float32, gl.SliceLayout(1, layout))
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    total = gl.zeros([HALF_M], gl.float32, of_rows)
+    first_total = total
     for j in gl.static_range(4):
         mbarrier.wait(ring.full.index(ring_at.slot), ring_at.phase)
         b = ring.b.index(ring_at.slot)._reinterpret(gl.bfloat16, [2, TILE_M, PIECE_N], TILE)
@@ -179,21 +187,25 @@ def finish_dh(
         gate, up = limited(raw_gate, raw_up, CLAMP)
         s = sigmoid(gate)
         silu = gate * s
-        h = (silu * up).to(gl.bfloat16).to(gl.float32)
+        h = rounded(silu * up)
         slope = up * (s + silu * (1.0 - s))  # dh / dgate; dh / dup is silu
         if CLAMP > 0:
             slope = gl.where(raw_gate > CLAMP, 0.0, slope)
             silu = gl.where((raw_up > CLAMP) | (raw_up < -CLAMP), 0.0, silu)
-        total += gl.convert_layout(column_sum(q[j] * h), total.type.layout)
-        if j % 2 == 1:
-            block = column // 128 + j // 2
-            gl.store(partial + rows.to(gl.int64) * NUM_BLOCKS + block, total, mask=block < NUM_BLOCKS)
-            total = gl.zeros([HALF_M], gl.float32, gl.SliceLayout(1, layout))
+        total += gl.convert_layout(column_sum(q[j] * h), of_rows)
+        if j == 1:
+            first_total = total
+            total = gl.zeros([HALF_M], gl.float32, of_rows)
         # Each piece leaves before the next is computed: registers hold no more than one at a time.
         at = put(h * weight[:, None], pieces, at)
         d = q[j] * weight[:, None]
         at = put(d * slope, pieces, at)
         at = put(d * silu, pieces, at)
+    # Last: a fence in front of the pieces would wait for these stores.
+    rows = row + WG * HALF_M + gl.arange(0, HALF_M, of_rows)
+    place = partial + rows.to(gl.int64) * NUM_BLOCKS + column // 128
+    gl.store(place, first_total)
+    gl.store(place + 1, total, mask=column // 128 + 1 < NUM_BLOCKS)
     return ring_at, at
 
 
@@ -264,10 +276,11 @@ def consume(
                 else:
                     at = finish_rows(accumulator, pieces, at)
             elif kind <= DX:
+                weight = weight_of_rows(accumulator, moves, row, kind == DH, WG)  # here, so that its loads are long over
                 accumulator, ring_at = multiply(ring, ring_at, accumulator, steps, False, True, WG)
                 if kind == DH:
                     ring_at, at = finish_dh(
-                        accumulator, ring, ring_at, pieces, at, moves, partial, row, column, NUM_BLOCKS, CLAMP, WG
+                        accumulator, ring, ring_at, pieces, at, weight, partial, row, column, NUM_BLOCKS, CLAMP, WG
                     )
                 else:
                     at = finish_rows(accumulator, pieces, at)

@@ -54,8 +54,9 @@ class Cursor:
         return Cursor(gl.where(wrap, 0, slot), gl.where(wrap, self.phase ^ 1, self.phase), self.size)
 
     @gluon.jit
-    def previous_slot(self):
-        return gl.where(self.slot == 0, self.size - 1, self.slot - 1)
+    def slot_before(self, count: gl.constexpr):
+        """The slot `count` places back, at most `size`."""
+        return gl.where(self.slot >= count, self.slot - count, self.slot - count + self.size)
 
 
 @record
@@ -133,6 +134,13 @@ def from_lane_0(value):
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [value], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def rounded(x):
+    """fp32 values rounded to bf16 and widened again, two at a time: the compiler converts them singly, on a slow unit."""
+    pairs = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
+    return pairs.to(gl.float32)
 
 
 @gluon.jit

@@ -24,14 +24,17 @@ from mok.kernels.ring import (
 )
 from mok.kernels.tasks import DH, DW_GATE_UP, DX, EXPERT, FIELDS, GATE_UP, HALF, KIND, PART, ROW, SIGNAL0, SIGNAL1, STEPS, M, N
 
+# Stores of a task that may still be reading their slots when the next piece is taken up; every task has at least so many.
+STORES_AHEAD = gl.constexpr(2)
+
 
 @gluon.jit
-def send(destination, row, column, pieces, at, first):
-    """Store one bf16 piece; when the store before it has left shared memory, hand its slot back."""
+def send(destination, row, column, pieces, at, index):
+    """Store bf16 piece number `index` of a task; hand back the slot of the newest one that has left shared memory."""
     mbarrier.wait(pieces.full.index(at.slot), at.phase)
     tma_store(destination, [row, column], pieces.data.index(at.slot))
-    tma_store_wait(1)
-    mbarrier.arrive(pieces.empty.index(at.previous_slot()), count=1, pred=not first)
+    tma_store_wait(STORES_AHEAD)
+    mbarrier.arrive(pieces.empty.index(at.slot_before(STORES_AHEAD)), count=1, pred=index >= STORES_AHEAD)
     return at.next()
 
 
@@ -41,8 +44,8 @@ def send_gradient(gradient, expert, m, column, pieces, at):
         mbarrier.wait(pieces.full.index(at.slot), at.phase)
         piece = pieces.data.index(at.slot)._reinterpret(gl.float32, [1, HALF_M, PIECE_N // 2], GRADIENT_TILE)
         tma_store(gradient, [expert, m, column + q * (PIECE_N // 2)], piece)
-        tma_store_wait(1)
-        mbarrier.arrive(pieces.empty.index(at.previous_slot()), count=1, pred=q > 0)
+        tma_store_wait(STORES_AHEAD)
+        mbarrier.arrive(pieces.empty.index(at.slot_before(STORES_AHEAD)), count=1, pred=q >= STORES_AHEAD)
         at = at.next()
     return at
 
@@ -50,7 +53,7 @@ def send_gradient(gradient, expert, m, column, pieces, at):
 @gluon.jit
 def send_rows(destination, row, column, pieces, at):
     for q in range(4):
-        at = send(destination, row, column + q * PIECE_N, pieces, at, q == 0)
+        at = send(destination, row, column + q * PIECE_N, pieces, at, q)
     return at
 
 
@@ -71,19 +74,19 @@ def store(job, stores, pieces, started, BACKWARD: gl.constexpr, LAST: gl.constex
             if not BACKWARD:
                 if kind == GATE_UP:
                     for q in gl.static_range(2):
-                        at = send(stores.h_rows, row, column + q * PIECE_N, pieces, at, q == 0)
+                        at = send(stores.h_rows, row, column + q * PIECE_N, pieces, at, q)
                     if stores.keep:
                         for q in gl.static_range(2):
-                            at = send(stores.gate_rows, row, column + q * PIECE_N, pieces, at, False)
+                            at = send(stores.gate_rows, row, column + q * PIECE_N, pieces, at, 2 + q)
                         for q in gl.static_range(2):
-                            at = send(stores.up_rows, row, column + q * PIECE_N, pieces, at, False)
+                            at = send(stores.up_rows, row, column + q * PIECE_N, pieces, at, 4 + q)
                 else:
                     at = send_rows(stores.y_rows, row, column, pieces, at)
             elif kind == DH:
                 for q in range(4):
-                    at = send(stores.wh_rows, row, column + q * PIECE_N, pieces, at, q == 0)
-                    at = send(stores.dgate_rows, row, column + q * PIECE_N, pieces, at, False)
-                    at = send(stores.dup_rows, row, column + q * PIECE_N, pieces, at, False)
+                    at = send(stores.wh_rows, row, column + q * PIECE_N, pieces, at, 3 * q)
+                    at = send(stores.dgate_rows, row, column + q * PIECE_N, pieces, at, 3 * q + 1)
+                    at = send(stores.dup_rows, row, column + q * PIECE_N, pieces, at, 3 * q + 2)
             elif kind == DX:
                 at = send_rows(stores.dx_rows, row, column, pieces, at)
             else:
@@ -97,7 +100,8 @@ def store(job, stores, pieces, started, BACKWARD: gl.constexpr, LAST: gl.constex
                 else:
                     at = send_gradient(stores.gradients[2], expert, m, column, pieces, at)
             tma_store_wait(0)
-            mbarrier.arrive(pieces.empty.index(at.previous_slot()), count=1)
+            for count in gl.static_range(STORES_AHEAD):
+                mbarrier.arrive(pieces.empty.index(at.slot_before(count + 1)), count=1)
             signal0 = gl.load(task + SIGNAL0)
             signal1 = gl.load(task + SIGNAL1)
             stores_complete(i)

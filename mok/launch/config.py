@@ -92,9 +92,9 @@ def why_not(config: KernelConfig, shape: LayerShape, device: DeviceFacts | None)
             f"{config.programs} programs must run at once and {device.name} has {device.multiprocessors} multiprocessors: "
             "use 0 for as many as fit"
         )
-    for name, value in (("stages", config.stages), ("pieces", config.pieces)):
-        if value < 2:
-            reasons.append(f"{name} = {value}: must be at least 2")
+    for name, value, least in (("stages", config.stages, 2), ("pieces", config.pieces, 3)):
+        if value < least:
+            reasons.append(f"{name} = {value}: must be at least {least}")
     if not 0 <= config.mover_share <= 1:
         reasons.append(f"mover_share = {config.mover_share}: must be from 0 to 1")
     for name in ("hidden_size", "intermediate_size", "shared_size"):
@@ -116,7 +116,7 @@ def choose_config(shape: LayerShape, device: DeviceFacts) -> KernelConfig:
     rows = _rows(_table_of(device))
     best = min(rows, key=lambda row: (_distance(shape, row["hidden_size"], row["intermediate_size"]), row["name"]))
     config = KernelConfig(TaskOrder(**best["forward"]), TaskOrder(**best["backward"]), best["mover_share"])
-    while config.shared_bytes > device.shared_bytes and config.pieces > 2:
+    while config.shared_bytes > device.shared_bytes and config.pieces > 3:
         config = replace(config, pieces=config.pieces - 1)
     while config.shared_bytes > device.shared_bytes and config.stages > 2:
         config = replace(config, stages=config.stages - 1)
