@@ -143,11 +143,11 @@ def column_sum(x):
 
 
 @gluon.jit
-def weight_of_rows(accumulator, moves, row, wanted, WG: gl.constexpr):
+def weight_of_rows(accumulator, moves, row, WG: gl.constexpr):
     """Router weights of this consumer's rows [HALF_M], 0 for padding, laid out like a quarter of `accumulator`."""
     layout: gl.constexpr = quarters(accumulator)[0].type.layout
     rows = row + WG * HALF_M + gl.arange(0, HALF_M, gl.SliceLayout(1, layout))
-    route = gl.load(moves.route_of_row + rows, mask=wanted, other=-1)
+    route = gl.load(moves.route_of_row + rows)
     return gl.load(moves.weights + route, mask=route >= 0, other=0.0)
 
 
@@ -196,11 +196,14 @@ def finish_dh(
         if j == 1:
             first_total = total
             total = gl.zeros([HALF_M], gl.float32, of_rows)
-        # Each piece leaves before the next is computed: registers hold no more than one at a time.
-        at = put(h * weight[:, None], pieces, at)
+        # All three are packed before the first leaves: a quarter's fp32 values then hold no registers while slots are awaited.
         d = q[j] * weight[:, None]
-        at = put(d * slope, pieces, at)
-        at = put(d * silu, pieces, at)
+        h_piece = (h * weight[:, None]).to(gl.bfloat16)
+        gate_piece = (d * slope).to(gl.bfloat16)
+        up_piece = (d * silu).to(gl.bfloat16)
+        at = put(h_piece, pieces, at)
+        at = put(gate_piece, pieces, at)
+        at = put(up_piece, pieces, at)
     # Last: a fence in front of the pieces would wait for these stores.
     rows = row + WG * HALF_M + gl.arange(0, HALF_M, of_rows)
     place = partial + rows.to(gl.int64) * NUM_BLOCKS + column // 128
@@ -276,9 +279,9 @@ def consume(
                 else:
                     at = finish_rows(accumulator, pieces, at)
             elif kind <= DX:
-                weight = weight_of_rows(accumulator, moves, row, kind == DH, WG)  # here, so that its loads are long over
                 accumulator, ring_at = multiply(ring, ring_at, accumulator, steps, False, True, WG)
                 if kind == DH:
+                    weight = weight_of_rows(accumulator, moves, row, WG)
                     ring_at, at = finish_dh(
                         accumulator, ring, ring_at, pieces, at, weight, partial, row, column, NUM_BLOCKS, CLAMP, WG
                     )

@@ -6,8 +6,8 @@ import pytest
 
 from tests.kernels.cross_compile import reports
 
-MAX_SPILL_BYTES = {"mega_forward": 0, "mega_backward": 64}
-"""With the widest epilogue (DH), ptxas spills a few scalars once a tile."""
+MAX_SPILL_BYTES = {"mega_forward": 0, "mega_backward": 128}
+"""The widest epilogue (DH) spills a dozen values in 64 columns, never in a loop of products."""
 
 CLAMPED_SPILL_BYTES = 1024
 """The clamped DH epilogue keeps raw and limited values; it spills once in 64 columns, never in a loop of products."""
