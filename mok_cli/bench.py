@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from mok_cli.bench_layer import layer
 from mok_cli.output import Output, examples, json_option
 
 __all__ = ["bench"]
@@ -50,3 +51,6 @@ def train(shape: str, against: str, rounds: int, steps: int, check: bool, output
         output.line(f"mok is {ratio:.2f} times as fast as {name}")
     output.line(f"medians of {rounds * steps} steps, quartile spread, {report.environment['threads']} threads")
     output.report({"rows": [dataclasses.asdict(row) for row in report.rows], "environment": report.environment})
+
+
+bench.add_command(layer)

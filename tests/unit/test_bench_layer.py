@@ -1,0 +1,101 @@
+"""`mok bench layer` on the CPU: what it reports, what it refuses, and that a wrong result gets no figure."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mok.bench.layer import Problem, _check, bench_layer, make_problem
+from mok.bench.peers.layer import Mok
+from mok.errors import CheckFailed
+from mok.shapes import LayerShape
+
+SMALL = LayerShape(32, 48, 4, 2)
+CPU = torch.device("cpu")
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def problem() -> Problem:
+    return make_problem("small", SMALL, 24, "balanced", CPU, torch.bfloat16)
+
+
+def test_every_figure_of_a_report() -> None:
+    report = bench_layer(
+        {"small": (SMALL, 24)},
+        routing="skewed",
+        backend="auto",
+        against=["torch", "grouped_mm"],
+        check=True,
+        device=CPU,
+        dtype=torch.bfloat16,
+        calls=3,
+        warmup=1,
+        sustain_s=0.01,
+    )
+    assert [row.direction for row in report.rows] == ["forward", "forward+backward"] * 3
+    ours = report.rows[0]
+    assert set(ours.ratio_to) == {"torch loop", "torch grouped_mm"} and not report.rows[2].ratio_to
+    for row in report.rows:
+        assert row.median_ms > 0 and row.bitwise_repeatable and 0 < row.relative_error < 0.02
+        assert row.tflops == pytest.approx(
+            SMALL.flops(24) * (1 if row.direction == "forward" else 3) / row.median_ms / 1e9, rel=1e-6
+        )
+
+
+@pytest.mark.parametrize("fault", ["swapped gate and up", "one missing route"])
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_a_wrong_result_is_found_at_any_scale(problem: Problem, fault: str, scale: float) -> None:
+    for weight in (problem.gate_EIH, problem.up_EIH, problem.down_EHI):
+        weight.mul_(scale)
+
+    class Faulty(Mok):
+        def forward(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+            if fault.startswith("one"):
+                ids_TK = ids_TK.clone()
+                ids_TK[3, 0] = -1
+            return super().forward(x_TH, ids_TK, weights_TK)
+
+    contestant = Faulty(problem, "torch")
+    _check(problem, {"mok": Mok(problem, "torch")})
+    if fault.startswith("swapped"):
+        gate, up, down = contestant._weights
+        contestant._weights = [up, gate, down]
+    with pytest.raises(CheckFailed, match="from float64, allowed"):
+        _check(problem, {"mok": contestant})
+
+
+@pytest.mark.parametrize("routing", ["balanced", "skewed", "one-hot"])
+def test_routings_are_what_they_say(routing: str) -> None:
+    made = make_problem("small", LayerShape(16, 16, 16, 2), 400, routing, CPU, torch.bfloat16)
+    for inputs in made.sets:
+        assert (inputs.ids_TK[:, 0] < inputs.ids_TK[:, 1]).all()
+        counts = torch.bincount(inputs.ids_TK.view(-1), minlength=16)
+        if routing == "one-hot":
+            assert counts[:2].tolist() == [400, 400]
+        elif routing == "skewed":
+            assert counts[0] > 2.5 * counts.float().mean()
+        else:
+            assert counts.max() < 1.7 * counts.float().mean()
+
+
+def test_the_command_reports_compares_and_refuses(mok: Run, tmp_path: Path) -> None:
+    arguments = ("bench", "layer", "--shape", "toy", "--tokens", "16", "--calls", "2", "--device", "cpu")
+    first = mok(*arguments, "--json", "new.json")
+    assert first.returncode == 0, first.stderr
+    report = json.loads((tmp_path / "new.json").read_text())
+    assert {"name", "median_ms", "fraction_of_dense", "ratio_to", "peak_bytes"} <= set(report["rows"][0])
+    for row in report["rows"]:
+        row["median_ms"] /= 1000
+    (tmp_path / "old.json").write_text(json.dumps(report))
+    slower = mok(*arguments, "--compare", "old.json")
+    assert slower.returncode == 3 and "slower than the old report" in slower.stderr
+    for wrong, named in ((("--shape", "nano"), "nano"), (("--against", "cutlass"), "cutlass"), (("--backend", "mega"), "mega")):
+        refused = mok(*arguments, *wrong)
+        assert refused.returncode == 2 and named in refused.stderr
