@@ -48,7 +48,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def mok(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run the `mok` command in a process of its own, in an empty folder: mok("train", "toy") -> CompletedProcess."""
 
-    def run(*arguments: str, env: dict[str, str] | None = None, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str, env: dict[str, str] | None = None, timeout: float = 600) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
         command = [sys.executable, "-m", "mok_cli", *arguments]
         return subprocess.run(

@@ -9,7 +9,7 @@ from pathlib import Path
 README = Path(__file__).parents[2] / "README.md"
 SMALL = """
 data.tokenizer=bytes data.validation_fraction=0.3 model.hidden_size=64 model.num_layers=1 model.num_heads=1 moe.num_experts=4
-moe.intermediate_size=64 train.batch_size=8 train.sequence_length=16 train.threads=1 eval.batches=1 sample.tokens=2
+moe.intermediate_size=64 train.batch_size=16 train.sequence_length=16 train.threads=1 eval.batches=1 sample.tokens=2
 """
 MORE = {
     "train": ["--steps", "2"],

@@ -35,7 +35,7 @@ def train(tmp_path_factory):
         arguments += [part for setting in settings for part in ("--set", setting)]
         code = f"{before}\nfrom mok_cli.main import main\nmain({arguments!r})"
         result = subprocess.run(
-            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
         )
         assert result.returncode == 0, result.stderr
         assert {path.name for path in out.iterdir()} == {*RUN_FILES, "checkpoints"}
@@ -57,3 +57,14 @@ def test_seed_zero_is_a_seed_and_the_default_one(train):
     assert any(line.startswith("seed = 0  # ") for line in recipe.splitlines())
 
     assert train("--seed", "1")[0] != zero
+
+
+def test_the_toy_recipe_runs_as_it_is_shipped(mok, tmp_path):
+    a_part_of_the_library = f"data.path={Path(json.__file__).parent}"
+    arguments = ["--set", a_part_of_the_library, "--set", f"data.cache={tmp_path / 'cache'}", "--set", "sample.tokens=2"]
+    result = mok("train", "toy", "--steps", "2", "--out", "run", *arguments)
+    assert result.returncode == 0, result.stderr
+    first, second = ((json.loads(line)) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert second["train/loss"] < first["train/loss"]
+    assert "\r" not in result.stdout
+    assert "\x1b" not in result.stdout
