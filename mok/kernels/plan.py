@@ -177,99 +177,97 @@ def place_routes(
 def count_groups(
     expert_start,
     mtile_start,
-    group_start,
+    forward_group_start,
+    backward_group_start,
     sizes,
     num_experts,
-    group_size,
-    tiles_per_mtile,
+    forward_group_size,
+    backward_group_size,
+    forward_tiles,
+    backward_tiles,
     weight_tasks,
-    FORWARD: tl.constexpr,
     BINS: tl.constexpr,
 ):
     """Computes the m-tiles and groups before each expert, and how long the lists are.
 
-    Program: one in all. weight_tasks: tasks of all weight gradients, which only the backward has.
-    Writes mtile_start, group_start int32 [num_experts + 1], and its entries of `sizes`.
+    Program: one in all. forward_tiles, backward_tiles: tasks per m-tile; weight_tasks: tasks of all weight gradients. A
+    backward that is not planned has 0 of both. Writes mtile_start and both group_start int32 [num_experts + 1], and sizes [8].
     """
     expert = tl.arange(0, BINS)
     real = expert < num_experts
     first = tl.load(expert_start + expert, mask=real, other=0)
     last = tl.load(expert_start + expert + 1, mask=real, other=0)
     mtiles = (last - first + TILE_M - 1) // TILE_M
-    groups = (mtiles + group_size - 1) // group_size
-    num_mtiles = tl.sum(mtiles, axis=0)
-    num_groups = tl.sum(groups, axis=0)
-    tl.store(mtile_start + expert, tl.cumsum(mtiles, axis=0) - mtiles, mask=real)
-    tl.store(group_start + expert, tl.cumsum(groups, axis=0) - groups, mask=real)
-    tl.store(mtile_start + num_experts, num_mtiles)
-    tl.store(group_start + num_experts, num_groups)
-    if FORWARD:
-        tl.store(sizes + SIZE_ROWS, tl.load(expert_start + num_experts))
-        tl.store(sizes + SIZE_FORWARD_TASKS, num_mtiles * tiles_per_mtile)
-        tl.store(sizes + SIZE_GROUPS, num_groups)
-        tl.store(sizes + SIZE_MTILES, num_mtiles)
-    else:
-        tl.store(sizes + SIZE_BACKWARD_TASKS, num_mtiles * tiles_per_mtile + weight_tasks)
+    num_mtiles = store_starts(mtile_start, mtiles, expert, num_experts)
+    forward_groups = (mtiles + forward_group_size - 1) // forward_group_size
+    num_groups = store_starts(forward_group_start, forward_groups, expert, num_experts)
+    backward_groups = (mtiles + backward_group_size - 1) // backward_group_size
+    store_starts(backward_group_start, backward_groups, expert, num_experts)
+    place = tl.arange(0, 8)
+    values = tl.where(place == SIZE_ROWS, tl.load(expert_start + num_experts), 0)
+    values = tl.where(place == SIZE_FORWARD_TASKS, num_mtiles * forward_tiles, values)
+    values = tl.where(place == SIZE_BACKWARD_TASKS, num_mtiles * backward_tiles + weight_tasks, values)
+    values = tl.where(place == SIZE_GROUPS, num_groups, values)
+    values = tl.where(place == SIZE_MTILES, num_mtiles, values)
+    tl.store(sizes + place, values)
+
+
+@triton.jit
+def store_starts(start, counts, expert, num_experts):
+    """start[e] = what comes before expert e, start[num_experts] = the sum, which is returned."""
+    total = tl.sum(counts, axis=0)
+    tl.store(start + expert, tl.cumsum(counts, axis=0) - counts, mask=expert < num_experts)
+    tl.store(start + num_experts, total)
+    return total
 
 
 @triton.jit
 def owner(index, start, num_experts, BINS: tl.constexpr):
     """Which expert's stretch [start[e], start[e + 1]) holds each index; num_experts beyond the last. int32 like `index`."""
-    expert = tl.arange(0, BINS)
-    end = tl.load(start + expert + 1, mask=expert < num_experts, other=2147483647)
-    return tl.sum((end[None, :] <= index[:, None]).to(tl.int32), axis=1)
+    SPAN: tl.constexpr = BINS if BINS < 64 else 64  # compared at a time: all at once would not fit into registers
+    found = tl.zeros_like(index)
+    for first in range(0, BINS, SPAN):
+        expert = first + tl.arange(0, SPAN)
+        end = tl.load(start + expert + 1, mask=expert < num_experts, other=2147483647)
+        found += tl.sum((end[None, :] <= index[:, None]).to(tl.int32), axis=1)
+    return found
 
 
 @triton.jit
 def describe_blocks(
     expert_start,
-    mtile_start,
     group_start,
     expert_of_block_B,
     group_of_block_B,
-    expert_of_mtile,
-    mtile_of_group,
     group_target_G,
     num_experts,
     group_size,
     signals_per_block,
     num_blocks_max,
-    num_mtiles_max,
-    FORWARD: tl.constexpr,
     WIDTH: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Computes what a block, an m-tile and a group belong to.
+    """Computes what a block belongs to and what completes a group, for the forward's groups.
 
-    Program: WIDTH indices of each kind. Beyond the end: expert 0, group 0, target 0, and in mtile_of_group all m-tiles.
-    Writes expert_of_block_B, group_of_block_B and group_target_G [num_blocks_max] (forward only), expert_of_mtile
-    [num_mtiles_max], mtile_of_group [num_mtiles_max + 1].
+    Program: WIDTH blocks and groups. Beyond the end: expert 0, group 0, target 0.
+    Writes expert_of_block_B, group_of_block_B, group_target_G [num_blocks_max].
     """
     index = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    expert = owner(index, mtile_start, num_experts, BINS)
-    tl.store(expert_of_mtile + index, tl.where(expert < num_experts, expert, 0), mask=index < num_mtiles_max)
-
     expert = owner(index, group_start, num_experts, BINS)
     inside = expert < num_experts
     expert = tl.where(inside, expert, 0)
     group = index - tl.load(group_start + expert)
-    first_mtile = tl.load(mtile_start + expert) + group * group_size
-    first_mtile = tl.where(inside, first_mtile, tl.load(mtile_start + num_experts))
-    tl.store(mtile_of_group + index, first_mtile, mask=index <= num_mtiles_max)
+    blocks = (tl.load(expert_start + expert + 1) - tl.load(expert_start + expert)) // ROW_BLOCK
+    blocks = tl.minimum(blocks - 2 * group * group_size, 2 * group_size)
+    tl.store(group_target_G + index, tl.where(inside, blocks * signals_per_block, 0), mask=index < num_blocks_max)
 
-    if FORWARD:
-        blocks = (tl.load(expert_start + expert + 1) - tl.load(expert_start + expert)) // ROW_BLOCK
-        blocks = tl.minimum(blocks - 2 * group * group_size, 2 * group_size)
-        target = tl.where(inside, blocks * signals_per_block, 0)
-        tl.store(group_target_G + index, target, mask=index < num_blocks_max)
-
-        expert = owner(index * ROW_BLOCK, expert_start, num_experts, BINS)
-        inside = expert < num_experts
-        expert = tl.where(inside, expert, 0)
-        mtile = (index - tl.load(expert_start + expert) // ROW_BLOCK) // 2
-        group = tl.where(inside, tl.load(group_start + expert) + mtile // group_size, 0)
-        tl.store(expert_of_block_B + index, expert, mask=index < num_blocks_max)
-        tl.store(group_of_block_B + index, group, mask=index < num_blocks_max)
+    expert = owner(index * ROW_BLOCK, expert_start, num_experts, BINS)
+    inside = expert < num_experts
+    expert = tl.where(inside, expert, 0)
+    mtile = (index - tl.load(expert_start + expert) // ROW_BLOCK) // 2
+    group = tl.where(inside, tl.load(group_start + expert) + mtile // group_size, 0)
+    tl.store(expert_of_block_B + index, expert, mask=index < num_blocks_max)
+    tl.store(group_of_block_B + index, group, mask=index < num_blocks_max)
 
 
 @triton.jit
@@ -279,13 +277,21 @@ def with_field(records, field: tl.constexpr, values):
 
 
 @triton.jit
+def first_mtile(group, mtile_start, group_start, num_experts, group_size, BINS: tl.constexpr):
+    """The first m-tile of each group; all m-tiles for a group beyond the last."""
+    expert = owner(group, group_start, num_experts, BINS)
+    inside = expert < num_experts
+    expert = tl.where(inside, expert, num_experts)
+    return tl.load(mtile_start + expert) + tl.where(inside, group - tl.load(group_start + expert), 0) * group_size
+
+
+@triton.jit
 def write_tile_tasks(
     tasks,
+    program,
     expert_start,
     mtile_start,
     group_start,
-    expert_of_mtile,
-    mtile_of_group,
     num_experts,
     group_size,
     groups_per_phase,
@@ -297,37 +303,38 @@ def write_tile_tasks(
     num_blocks_max,
     FORWARD: tl.constexpr,
     WIDTH: tl.constexpr,
+    BINS: tl.constexpr,
 ):
     """Writes the records of GATE_UP and DOWN (forward) or DH and DX, each where the order of the list puts it.
 
     Program: WIDTH tasks, numbered by (m-tile, tile); `first_tiles` of an m-tile are of the first kind, then `second_tiles` of
     the second. Order (A first kind, B second, one stretch per phase): A0, A1, B0, A2, B1, ..., with groups in order inside a
     stretch, and inside a group columns outside, m-tiles inside. So a stretch starts at a*(m-tiles of its A stretches so far) +
-    b*(those of its B stretches), which needs the first m-tile of three phases only.
+    b*(those of its B stretches), which needs the first m-tile of two phases only.
     Example: a = b = 1, three groups of one m-tile, one group a phase: A0 A1 B0 A2 B1 B2.
     """
     tiles = first_tiles + second_tiles
-    index = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    index = program * WIDTH + tl.arange(0, WIDTH)
     mtile = index // tiles
-    num_mtiles = tl.load(mtile_start + num_experts)
-    num_groups = tl.load(group_start + num_experts)
-    exists = mtile < num_mtiles
+    expert = owner(mtile, mtile_start, num_experts, BINS)
+    exists = expert < num_experts
+    expert = tl.where(exists, expert, 0)
     tile = index % tiles
     is_first = tile < first_tiles
     column = tl.where(is_first, tile, tile - first_tiles)
 
-    expert = tl.load(expert_of_mtile + mtile, mask=exists, other=0)
     expert_mtile = tl.load(mtile_start + expert)
     expert_mtiles = tl.load(mtile_start + expert + 1) - expert_mtile
     expert_row = tl.load(expert_start + expert)
     expert_rows = tl.load(expert_start + expert + 1) - expert_row
     group_in_expert = (mtile - expert_mtile) // group_size
+    group = tl.load(group_start + expert) + group_in_expert
     group_mtile = expert_mtile + group_in_expert * group_size
     length = tl.minimum(expert_mtiles - group_in_expert * group_size, group_size)
-    phase = (tl.load(group_start + expert) + group_in_expert) // groups_per_phase
-    phase_group = phase * groups_per_phase
-    before = tl.load(mtile_of_group + tl.minimum(tl.maximum(phase_group - groups_per_phase, 0), num_groups))
-    after = tl.load(mtile_of_group + tl.minimum(phase_group + 2 * groups_per_phase, num_groups))
+    phase_group = group // groups_per_phase * groups_per_phase
+    previous = tl.maximum(phase_group - groups_per_phase, 0)
+    before = first_mtile(previous, mtile_start, group_start, num_experts, group_size, BINS)
+    after = first_mtile(phase_group + 2 * groups_per_phase, mtile_start, group_start, num_experts, group_size, BINS)
     inside = column * length + mtile - group_mtile
     first_place = first_tiles * group_mtile + second_tiles * before + inside
     second_place = first_tiles * after + second_tiles * group_mtile + inside
@@ -336,7 +343,6 @@ def write_tile_tasks(
     row = expert_row + (mtile - expert_mtile) * TILE_M
     half = (expert_row + expert_rows - row == ROW_BLOCK).to(tl.int32)
     block = row // ROW_BLOCK
-    group = tl.load(group_start + expert) + group_in_expert
     arrived = 1 + block
     ready = 1 + num_blocks_max + block
     steps_h = (hidden_size + TILE_C - 1) // TILE_C
@@ -368,6 +374,7 @@ def write_tile_tasks(
 @triton.jit
 def write_weight_tasks(
     tasks,
+    program,
     expert_start,
     mtile_start,
     num_experts,
@@ -389,7 +396,7 @@ def write_weight_tasks(
     columns_i = (intermediate_size + TILE_N - 1) // TILE_N
     down_tasks = rows_h * columns_i
     tasks_per_expert = down_tasks + 2 * rows_i * columns_h
-    index = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    index = program * WIDTH + tl.arange(0, WIDTH)
     expert = index // tasks_per_expert
     exists = expert < num_experts
     task = index % tasks_per_expert
@@ -425,31 +432,84 @@ def write_weight_tasks(
 
 
 @triton.jit
-def bin_tokens(
+def write_tasks(
+    forward_tasks,
+    backward_tasks,
+    expert_start,
+    mtile_start,
+    forward_group_start,
+    backward_group_start,
+    num_experts,
+    forward_group_size,
+    backward_group_size,
+    forward_groups_per_phase,
+    backward_groups_per_phase,
+    hidden_size,
+    intermediate_size,
+    units,
+    num_blocks_max,
+    forward_programs,
+    backward_programs,
+    WIDTH: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """Writes both tables. Program: WIDTH tasks; first `forward_programs` programs for the forward, then `backward_programs` for
+    the tile tasks of the backward, then those of the weight gradients."""
+    rows_i = (intermediate_size + TILE_M - 1) // TILE_M
+    columns_i = (intermediate_size + TILE_N - 1) // TILE_N
+    columns_h = (hidden_size + TILE_N - 1) // TILE_N
+    program = tl.program_id(0)
+    if program < forward_programs:
+        write_tile_tasks(
+            forward_tasks, program, expert_start, mtile_start, forward_group_start, num_experts, forward_group_size,
+            forward_groups_per_phase, rows_i, columns_h, hidden_size, intermediate_size, units, num_blocks_max, True, WIDTH,
+            BINS,
+        )  # fmt: skip
+    elif program < forward_programs + backward_programs:
+        write_tile_tasks(
+            backward_tasks, program - forward_programs, expert_start, mtile_start, backward_group_start, num_experts,
+            backward_group_size, backward_groups_per_phase, columns_i, columns_h, hidden_size, intermediate_size, units,
+            num_blocks_max, False, WIDTH, BINS,
+        )  # fmt: skip
+    else:
+        write_weight_tasks(
+            backward_tasks, program - forward_programs - backward_programs, expert_start, mtile_start, num_experts,
+            columns_i + columns_h, hidden_size, intermediate_size, units, num_blocks_max, WIDTH,
+        )  # fmt: skip
+
+
+@triton.jit
+def count_tokens(
     row_of_route_N,
     group_of_block_B,
     group_start,
     bin_of_token_T,
+    count_of_run,
     num_tokens,
     num_experts,
     num_bins,
     K: tl.constexpr,
-    WIDTH: tl.constexpr,
+    RUN: tl.constexpr,
+    BINS: tl.constexpr,
 ):
-    """Computes the bin in which each token becomes complete: of the last group among its rows, 0 if it has no row.
+    """Computes the bin in which each token becomes complete, that of the last group among its rows (0 if it has none), and
+    count_of_run[r, b] = tokens of run r in bin b.
 
-    Program: WIDTH tokens. With no more groups than bins a bin is a group; else bins are equal stretches of groups.
+    Program: one run of tokens. With no more groups than bins a bin is a group; else bins are equal stretches of groups.
     """
-    token = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    token = tl.program_id(0) * RUN + tl.arange(0, RUN)
     exists = token < num_tokens
     num_groups = tl.load(group_start + num_experts)
-    last = tl.zeros((WIDTH,), tl.int32)
+    last = tl.zeros((RUN,), tl.int32)
     for slot in range(K):
         row = tl.load(row_of_route_N + token.to(tl.int64) * K + slot, mask=exists, other=-1)
         group = tl.load(group_of_block_B + row // ROW_BLOCK, mask=row >= 0, other=0)
         last = tl.maximum(last, group)
     groups_per_bin = tl.maximum((num_groups + num_bins - 1) // num_bins, 1)
-    tl.store(bin_of_token_T + token, last // groups_per_bin, mask=exists)
+    bins = last // groups_per_bin
+    tl.store(bin_of_token_T + token, bins, mask=exists)
+    counts = tl.histogram(bins, BINS, mask=exists)
+    tl.store(count_of_run + tl.program_id(0) * BINS + tl.arange(0, BINS), counts)
 
 
 @triton.jit
@@ -475,8 +535,8 @@ def order_tokens(
     token, exists, chosen, valid = load_run(bin_of_token_T, num_tokens, num_runs, num_bins, run, RUN)
     bins = tl.arange(0, BINS)
     total = tl.load(before_run + num_runs * BINS + bins)
-    start = tl.sum(tl.where(bins[None, :] < chosen[:, None], total[None, :], 0), axis=1)
     chosen = tl.where(valid, chosen, 0)
+    start = tl.gather(tl.cumsum(total, axis=0) - total, chosen, axis=0)
     place = start + tl.load(before_run + run * BINS + chosen) + rank_in_run(bin_of_token_T, token, exists, chosen)
     num_groups = tl.load(group_start + num_experts)
     groups_per_bin = tl.maximum((num_groups + num_bins - 1) // num_bins, 1)

@@ -29,10 +29,11 @@ MAX_BINS = 512
 """Bins of the combine order; with more groups than bins, neighbouring groups share one."""
 
 WIDTH = 128
-"""Records, blocks or tokens of one program."""
+"""Records or blocks of one program."""
 
 FIELDS = tasks.FIELDS.value
 ROW_BLOCK = tasks.ROW_BLOCK.value
+TILE_M, TILE_N = tasks.TILE_M.value, tasks.TILE_N.value
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,11 @@ def plan_on_device(
     routes_per_slice = ids.numel() // grid.num_slices
     runs_per_slice = ceil_div(routes_per_slice, RUN)
     bins = bin_count(num_experts)
-    before = count_before(ids, routes_per_slice, grid.num_slices, num_experts, bins)
+    runs = grid.num_slices * runs_per_slice
+    counts = empty(device, runs, bins)
+    if runs:
+        kernels.count_runs[(runs,)](ids, counts, routes_per_slice, runs_per_slice, num_experts, RUN=RUN, BINS=bins)
+    before = sum_before(counts)
     counts_CE = empty(device, grid.num_slices, num_experts)
     row_in_expert_XE = empty(device, grid.num_segments, bins)
     expert_start = empty(device, num_experts + 1)
@@ -136,8 +141,8 @@ def plan_on_device(
     )  # fmt: skip
     row_of_route_N = empty(device, ids.numel())
     route_of_row_P = torch.full((rows,), -1, dtype=torch.int32, device=device)
-    if ids.numel():
-        kernels.place_routes[(grid.num_slices * runs_per_slice,)](
+    if runs:
+        kernels.place_routes[(runs,)](
             ids, before, row_in_expert_XE, expert_start, row_of_route_N, route_of_row_P,
             routes_per_slice, runs_per_slice, grid.segment, num_experts, RUN=RUN, BINS=bins, num_warps=8,
         )  # fmt: skip
@@ -177,44 +182,34 @@ def plan_tables(
     blocks = rows // ROW_BLOCK
     mtiles = min(blocks, ceil_div(blocks, 2) + num_experts)
     bins = bin_count(num_experts)
-    sizes = torch.zeros(8, dtype=torch.int32, device=device)
-    expert_of_block_B, group_of_block_B, group_target_G = (empty(device, blocks) for _ in range(3))
-    rows_h, rows_i = ceil_div(hidden_size, 128), ceil_div(intermediate_size, 128)
-    columns_h, columns_i = ceil_div(hidden_size, 256), ceil_div(intermediate_size, 256)
-    weight_tasks = num_experts * (rows_h * columns_i + 2 * rows_i * columns_h)
-
-    def tile_tasks(order: TaskOrder, first_tiles: int, forward: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """(records, m-tiles before each expert, groups before each expert) of the forward's or backward's tile tasks."""
-        tiles = first_tiles + columns_h
-        capacity = mtiles * tiles + (0 if forward else weight_tasks)
-        records = empty(device, capacity, FIELDS)
-        mtile_start, group_start = empty(device, num_experts + 1), empty(device, num_experts + 1)
-        expert_of_mtile, mtile_of_group = empty(device, mtiles), empty(device, mtiles + 1)
-        groups_per_phase = order.groups_per_phase or mtiles
-        kernels.count_groups[(1,)](
-            expert_start, mtile_start, group_start, sizes, num_experts, order.group_size,
-            tiles, weight_tasks, FORWARD=forward, BINS=bins,
-        )  # fmt: skip
-        kernels.describe_blocks[(ceil_div(max(blocks, mtiles + 1), WIDTH),)](
-            expert_start, mtile_start, group_start, expert_of_block_B, group_of_block_B, expert_of_mtile, mtile_of_group,
-            group_target_G, num_experts, order.group_size, columns_h, blocks, mtiles, FORWARD=forward, WIDTH=WIDTH, BINS=bins,
-        )  # fmt: skip
-        kernels.write_tile_tasks[(ceil_div(mtiles * tiles, WIDTH),)](
-            records, expert_start, mtile_start, group_start, expert_of_mtile, mtile_of_group, num_experts, order.group_size,
-            groups_per_phase, first_tiles, columns_h, hidden_size, intermediate_size, units, blocks,
-            FORWARD=forward, WIDTH=WIDTH,
-        )  # fmt: skip
-        return records, mtile_start, group_start
-
-    forward_tasks, _, group_start = tile_tasks(forward_order, rows_i, True)
-    backward_tasks = None
+    rows_h, rows_i = ceil_div(hidden_size, TILE_M), ceil_div(intermediate_size, TILE_M)
+    columns_h, columns_i = ceil_div(hidden_size, TILE_N), ceil_div(intermediate_size, TILE_N)
+    forward_tiles, backward_tiles, weight_tasks = rows_i + columns_h, 0, 0
     if backward_order is not None:
-        backward_tasks, mtile_start, _ = tile_tasks(backward_order, columns_i, False)
-        kernels.write_weight_tasks[(ceil_div(weight_tasks, WIDTH),)](
-            backward_tasks, expert_start, mtile_start, num_experts, columns_i + columns_h, hidden_size, intermediate_size,
-            units, blocks, WIDTH=WIDTH,
-        )  # fmt: skip
-    combine_token_T, combine_group_T = order_tokens(row_of_route_TK, group_of_block_B, group_start, mtiles)
+        backward_tiles = columns_i + columns_h
+        weight_tasks = num_experts * (rows_h * columns_i + 2 * rows_i * columns_h)
+    backward = backward_order or forward_order
+    sizes, mtile_start = empty(device, 8), empty(device, num_experts + 1)
+    forward_group_start, backward_group_start = empty(device, num_experts + 1), empty(device, num_experts + 1)
+    kernels.count_groups[(1,)](
+        expert_start, mtile_start, forward_group_start, backward_group_start, sizes, num_experts, forward_order.group_size,
+        backward.group_size, forward_tiles, backward_tiles, weight_tasks, BINS=bins,
+    )  # fmt: skip
+    expert_of_block_B, group_of_block_B, group_target_G = empty(device, 3, blocks)
+    kernels.describe_blocks[(ceil_div(blocks, WIDTH),)](
+        expert_start, forward_group_start, expert_of_block_B, group_of_block_B, group_target_G, num_experts,
+        forward_order.group_size, columns_h, blocks, WIDTH=WIDTH, BINS=bins,
+    )  # fmt: skip
+    forward_tasks = empty(device, mtiles * forward_tiles, FIELDS)
+    backward_tasks = None if backward_order is None else empty(device, mtiles * backward_tiles + weight_tasks, FIELDS)
+    programs = [ceil_div(count, WIDTH) for count in (mtiles * forward_tiles, mtiles * backward_tiles, weight_tasks)]
+    kernels.write_tasks[(sum(programs),)](
+        forward_tasks, forward_tasks if backward_tasks is None else backward_tasks, expert_start, mtile_start,
+        forward_group_start, backward_group_start, num_experts, forward_order.group_size, backward.group_size,
+        forward_order.groups_per_phase or mtiles, backward.groups_per_phase or mtiles, hidden_size, intermediate_size, units,
+        blocks, programs[0], programs[1], WIDTH=WIDTH, BINS=bins,
+    )  # fmt: skip
+    combine_token_T, combine_group_T = order_tokens(row_of_route_TK, group_of_block_B, forward_group_start, mtiles)
     return DevicePlan(
         num_tokens=tokens,
         top_k=top_k,
@@ -244,26 +239,23 @@ def order_tokens(
     num_bins = min(MAX_BINS, bin_count(max_groups))
     bin_of_token_T, combine_token_T, combine_group_T = (empty(device, tokens) for _ in range(3))
     if tokens:
-        kernels.bin_tokens[(ceil_div(tokens, WIDTH),)](
-            row_of_route_TK, group_of_block_B, group_start, bin_of_token_T, tokens, num_experts, num_bins, K=top_k, WIDTH=WIDTH
-        )  # fmt: skip
-        before = count_before(bin_of_token_T, tokens, 1, num_bins, num_bins)
         runs = ceil_div(tokens, RUN)
+        counts = empty(device, runs, num_bins)
+        kernels.count_tokens[(runs,)](
+            row_of_route_TK, group_of_block_B, group_start, bin_of_token_T, counts, tokens, num_experts, num_bins,
+            K=top_k, RUN=RUN, BINS=num_bins,
+        )  # fmt: skip
         kernels.order_tokens[(runs,)](
-            bin_of_token_T, before, group_start, combine_token_T, combine_group_T, tokens, num_experts, num_bins, runs,
-            RUN=RUN, BINS=num_bins, num_warps=8,
+            bin_of_token_T, sum_before(counts), group_start, combine_token_T, combine_group_T, tokens, num_experts, num_bins,
+            runs, RUN=RUN, BINS=num_bins, num_warps=8,
         )  # fmt: skip
     return combine_token_T, combine_group_T
 
 
-def count_before(bin_of_item: Tensor, items_per_slice: int, num_slices: int, num_bins: int, bins: int) -> Tensor:
-    """Items in each bin before each run of items, and in all: int32 [runs + 1, bins]."""
-    runs_per_slice = ceil_div(items_per_slice, RUN)
-    runs = num_slices * runs_per_slice
-    counts = empty(bin_of_item.device, runs, bins)
-    before = empty(bin_of_item.device, runs + 1, bins)
-    if runs:
-        kernels.count_runs[(runs,)](bin_of_item, counts, items_per_slice, runs_per_slice, num_bins, RUN=RUN, BINS=bins)
+def sum_before(counts: Tensor) -> Tensor:
+    """Sums of the rows of `counts` [runs, bins] before each, and of all of them: int32 [runs + 1, bins]."""
+    runs, bins = counts.shape
+    before = empty(counts.device, runs + 1, bins)
     width = min(bins, 16)
     kernels.scan_runs[(bins // width,)](counts, before, runs, BINS=bins, RUNS=SCAN_RUNS, WIDTH=width, num_warps=8)
     return before

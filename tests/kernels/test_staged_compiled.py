@@ -14,8 +14,8 @@ PRODUCT = {80: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05", 103: "tcgen05", 12
 TILES = {"run_gate_up", "run_down", "run_dh", "run_dx", "run_weights"}
 ROWS = {"dispatch_rows", "combine_rows", "sum_partials"}
 PLANNER = {
-    "count_runs", "scan_runs", "place_experts", "place_routes", "count_groups", "describe_blocks", "write_tile_tasks",
-    "write_weight_tasks", "bin_tokens", "order_tokens",
+    "count_runs", "scan_runs", "place_experts", "place_routes", "count_groups", "describe_blocks", "write_tasks",
+    "count_tokens", "order_tokens",
 }  # fmt: skip
 
 MAX_SPILL_BYTES = {"run_weights": 1024}
