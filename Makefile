@@ -56,9 +56,17 @@ test-interop: install .venv-interop/installed  ## Run the comparisons with other
 		torch 'transformers==4.57.6' safetensors
 	@touch $@
 
+TRITON_RELEASES := 3.6 3.7 3.8
+
 .PHONY: test-triton
-test-triton: install  ## Compile every kernel for each GPU generation and run the kernel tests
-	$(BIN)/python -m pytest -q tests/kernels
+test-triton: install  ## Compile every kernel with each supported Triton release, for each GPU generation
+	@for release in $(TRITON_RELEASES); do \
+		folder=.venv/triton-$$release; \
+		[ -d $$folder ] || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $$folder \
+			"triton==$$release.*" || exit 1; \
+		echo "Triton $$release"; \
+		PYTHONPATH=$$folder MOK_TRITON_RELEASE=$$release $(BIN)/python -m pytest -q tests/kernels -k "compile" || exit 1; \
+	done
 
 .PHONY: soak
 soak: install  ## Run the long repetitions: minutes to hours

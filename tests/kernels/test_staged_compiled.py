@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import triton
 
 from mok.launch.staged import Gpu, choose_config
 from tests.kernels.cross_compile import NUM_SMS, SHARED_MEMORY_BYTES, reports
@@ -54,3 +56,11 @@ def test_registers_and_shared_memory_fit(arch: int, compiled: dict[int, list[dic
         assert not [warning for warning in report["warnings"] if warning.startswith("(C751")], report  # serialised products
         if report["kernel"] in TILES:
             assert report["shared_bytes"] <= config.shared_memory_bytes <= SHARED_MEMORY_BYTES[arch], report
+
+
+def test_compiles_with_the_release_that_was_asked_for() -> None:
+    """`make test-triton` puts one release after another in front of the installed one."""
+    release = os.environ.get("MOK_TRITON_RELEASE")
+    if not release:
+        pytest.skip("only `make test-triton` asks for a release")
+    assert triton.__version__.startswith(release + ".")
