@@ -15,10 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from mok.errors import UsageError
 from mok.layer import moe
+
+try:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+except ImportError as error:
+    raise ImportError(
+        "mok.hf needs transformers 5, which has the registry of experts; pip install 'transformers>=5.24'"
+    ) from error
 
 __all__ = ["experts_forward"]
 

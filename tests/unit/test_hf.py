@@ -153,3 +153,9 @@ def test_a_standard_trainer_trains_with_it(tmp_path):
 def test_plain_mok_does_not_load_transformers():
     program = "import sys, mok; mok.MoE; assert not any(name.startswith('transformers') for name in sys.modules)"
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
+def test_without_transformers_5_the_import_says_what_is_needed():
+    program = "import sys; sys.modules['transformers'] = None; import mok.hf"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "ImportError: mok.hf needs transformers 5" in result.stderr
