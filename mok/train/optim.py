@@ -6,8 +6,8 @@ logical tensor. Knows nothing of models, layouts or files.
 
 Update of one element, g already scaled by the clipping factor:
 
-    m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2
-    w = w (1 - lr wd) - lr / (1 - b1^t) * m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+    m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2        c = sqrt(1 - b2^t)
+    w = w (1 - lr wd) - lr c / (1 - b1^t) * m / (sqrt(v) + eps c)
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class AdamW:
         for group in self.groups:
             chunk = CHUNK[group.master.device.type]
             size = min(chunk, group.bank.numel)
-            buffers = torch.empty(4, size, device=group.master.device)
+            buffers = torch.empty(3, size, device=group.master.device)
             for start in range(0, group.bank.numel, chunk):
                 self._update(group, slice(start, min(start + chunk, group.bank.numel)), buffers, step, lr, scale)
 
@@ -78,21 +78,19 @@ class AdamW:
         """Rows of `buffers` are scratch. Products and sums are separate operations on purpose: `addcmul` and `lerp` round
         once where the vector unit is used and twice at the end of a tensor, so the place of a cut would show."""
         config = self.config
-        grad, other, wide_m, wide_v = buffers[:, : part.stop - part.start]
-        m, v, master = group.exp_avg[part], group.exp_avg_sq[part], group.master[part]
+        correction = math.sqrt(1.0 - config.beta2**step)
+        other, wide_m, wide_v = buffers[:, : part.stop - part.start]
+        grad, m, v, master = group.grads[part], group.exp_avg[part], group.exp_avg_sq[part], group.master[part]
         exact = m.dtype == torch.float32
-        if scale == 1.0:
-            grad = group.grads[part]
-        else:
-            torch.mul(group.grads[part], scale, out=grad)
         first, second = (m, v) if exact else (wide_m.copy_(m), wide_v.copy_(v))
-        first.mul_(config.beta1).add_(torch.mul(grad, 1.0 - config.beta1, out=other))
-        second.mul_(config.beta2).add_(torch.mul(grad, grad, out=other).mul_(1.0 - config.beta2))
+        first.mul_(config.beta1).add_(torch.mul(grad, (1.0 - config.beta1) * scale, out=other))
+        torch.mul(grad, math.sqrt(1.0 - config.beta2) * scale, out=other)
+        second.mul_(config.beta2).add_(other.mul_(other))
         if not exact:
             m.copy_(first)
             v.copy_(second)
-        torch.sqrt(second, out=other).mul_(1.0 / math.sqrt(1.0 - config.beta2**step)).add_(config.eps)
-        torch.div(first, other, out=other).mul_(lr / (1.0 - config.beta1**step))
+        torch.sqrt(second, out=other).add_(config.eps * correction)
+        torch.div(first, other, out=other).mul_(lr * correction / (1.0 - config.beta1**step))
         if group.weight_decay:
             master.mul_(1.0 - lr * group.weight_decay)
         master.sub_(other)

@@ -27,7 +27,8 @@ class LocalTransport:
         return rows_P.index_fill_(0, schedule.padding_rows, 0)
 
     def slots_of_rows(self, rows_PX: Tensor, schedule: Schedule) -> Iterator[Tensor]:
-        slot_TX = rows_PX.new_zeros(schedule.expert_ids_TK.shape[0], rows_PX.shape[1])
+        shape = schedule.expert_ids_TK.shape[0], rows_PX.shape[1]
+        slot_TX = rows_PX.new_empty(shape) if schedule.num_rows else rows_PX.new_zeros(shape)
         for row_T in schedule.row_of_slot_KT:
             if schedule.num_rows:
                 torch.index_select(rows_PX, 0, row_T.clamp(min=0) if schedule.num_masked else row_T, out=slot_TX)
