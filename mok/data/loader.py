@@ -42,8 +42,10 @@ class TokenView:
 
     def read(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens start..stop-1 of the view: int64 ids, and bool marks on the last token of each document."""
-        ids, last = [], []
+        ids, last = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=bool)]
         for place in range(int(np.searchsorted(self._ends, start, "right")), len(self.ranges)):
+            if start == stop:
+                break
             view_end = int(self._ends[place])
             end = int(self.ranges[place, 1])
             low = end - (view_end - start)
@@ -51,8 +53,6 @@ class TokenView:
             ids.append(self.store.read(low, high))
             last.append(self._last_marks(low, high, end))
             start += high - low
-            if start == stop:
-                break
         return np.concatenate(ids), np.concatenate(last)
 
     def _last_marks(self, low: int, high: int, range_end: int) -> np.ndarray:
