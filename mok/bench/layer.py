@@ -219,16 +219,16 @@ class _Clock:
     def __init__(self, device: torch.device, calls: int, warmup: int) -> None:
         self.device, self.calls, self.warmup = device, calls, warmup
 
-    def burst(self, call: Callable[[int], None]) -> list[float]:
+    def burst(self, call: Callable[[int], object]) -> list[float]:
         """ms of each of `calls` calls after `warmup` others, from a card that has rested."""
         for i in range(self.warmup):
             call(i)
         if self.device.type != "cuda":
             times = []
             for i in range(self.calls):
-                start = time.perf_counter()
+                began = time.perf_counter()
                 call(i)
-                times.append((time.perf_counter() - start) * 1e3)
+                times.append((time.perf_counter() - began) * 1e3)
             return times
         torch.cuda.synchronize(self.device)
         time.sleep(0.5)

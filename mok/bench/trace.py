@@ -42,7 +42,8 @@ def trace_layer(name: str, shape: LayerShape, tokens: int, routing: str, device:
         raise UsageError(f"--trace: the megakernel cannot run here: {'; '.join(reasons)}")
     problem = make_problem(name, shape, tokens, routing, device, torch.bfloat16)
     weights = mega.Weights(problem.gate_EIH, problem.up_EIH, problem.down_EHI)
-    gradients = mega.Gradients(*(torch.empty_like(weight, dtype=torch.float32) for weight in weights), False)
+    gate, up, down = (torch.empty_like(weight, dtype=torch.float32) for weight in weights)
+    gradients = mega.Gradients(gate, up, down, started=False)
     inputs = problem.sets[0]
     plan = plan_on_device(
         inputs.ids_TK,

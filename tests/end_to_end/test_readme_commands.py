@@ -16,7 +16,8 @@ MORE = {
     "sample": ["--tokens", "2"],
     "eval": ["--batches", "1"],
     "verify-determinism": ["--axis", "rerun", "--steps", "2"],
-    "bench": ["--rounds", "2", "--steps", "1"],
+    "bench train": ["--rounds", "2", "--steps", "1"],
+    "bench layer": ["--calls", "2", "--tokens", "32"],
 }
 """What keeps each command short; nothing of it changes what the page shows."""
 
@@ -34,7 +35,7 @@ def test_the_commands_of_the_readme_run(mok, tmp_path: Path):
     for line in lines:
         words = shlex.split(line, comments=True)[1:]
         words = [re.sub("|".join(meant), lambda found: meant[found[0]], word) for word in words]
-        words += MORE.get(words[0], [])
+        words += MORE.get(words[0], []) + MORE.get(" ".join(words[:2]), [])
         if words[0] in ("train", "verify-determinism"):
             settings = [*SMALL.split(), f"data.path={text}", f"data.cache={tmp_path / 'cache'}"]
             given = {word.partition("=")[0] for word in words}

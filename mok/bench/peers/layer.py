@@ -39,18 +39,18 @@ class Mok:
         self._backend = backend
         self._weights = [weight.detach().requires_grad_() for weight in (problem.gate_EIH, problem.up_EIH, problem.down_EHI)]
         for weight in self._weights:
-            weight.lane_grads = torch.empty((1, *weight.shape), dtype=torch.float32, device=weight.device)  # type: ignore[attr-defined]
+            weight.lane_grads = torch.empty((1, *weight.shape), dtype=torch.float32, device=weight.device)
 
     def forward(self, x_TH: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         self._inputs = x_TH.detach().requires_grad_(), weights_TK.detach().requires_grad_()
         x, weights = self._inputs
         for weight in self._weights:
-            weight.lanes_started = [False]  # type: ignore[attr-defined]
+            weight.lanes_started = [False]
         return moe(x, ids_TK, weights, *self._weights, backend=self._backend)
 
     def backward(self, y_TH: Tensor, dy_TH: Tensor) -> dict[str, Tensor]:
         dx, dweights = torch.autograd.grad(y_TH, self._inputs, dy_TH)
-        gate, up, down = (weight.lane_grads[0] for weight in self._weights)  # type: ignore[attr-defined]
+        gate, up, down = (weight.lane_grads[0] for weight in self._weights)
         return {"dx": dx, "dweights": dweights, "gate": gate, "up": up, "down": down}
 
 
