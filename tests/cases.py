@@ -123,6 +123,7 @@ def make_inputs(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
         weights_TK[::3, 0] = 0.0
     elif case.weights == "tiny":
         weights_TK = weights_TK * 1e-6
+    weights_TK = weights_TK.masked_fill(ids_TK < 0, torch.nan)  # what a masked route weighs must not matter
     x_TH = normal(tokens, case.hidden)
     gate, up = (normal(experts, case.width, case.hidden, scale=case.hidden**-0.5) for _ in range(2))
     down = normal(experts, case.hidden, case.width, scale=case.width**-0.5)

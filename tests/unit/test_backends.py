@@ -129,6 +129,19 @@ def test_experts_without_tokens_get_zero_gradients_from_dirty_memory() -> None:
         assert found[name][:4].abs().sum() > 0
 
 
+def test_a_token_that_is_not_finite_reaches_no_expert_but_its_own() -> None:
+    """Padding rows hold nobody's values, not even times zero."""
+    inputs = make_inputs(Case("infinite", tokens=12, top_k=1), torch.float32)
+    inputs.ids_TK = (torch.arange(12, dtype=torch.int32) % 3).unsqueeze(1)
+    with torch.no_grad():
+        inputs.x_TH[0], inputs.dy_TH[0] = torch.inf, torch.nan
+    found = gradients(inputs, y := mok_moe(inputs, "torch", Options()))
+    assert not y[0].isfinite().any() and y[1:].isfinite().all()
+    for name in ("gate_EIH", "up_EIH", "down_EHI"):
+        assert not found[name][0].isfinite().all() and found[name][1:].isfinite().all(), name
+    assert found["x_TH"][1:].isfinite().all() and found["weights_TK"][1:].isfinite().all()
+
+
 def test_swapped_gate_and_up_are_noticed_on_small_values() -> None:
     case = Case("small", scale=1e-3)
     inputs = make_inputs(case, torch.float32)

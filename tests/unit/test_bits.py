@@ -73,6 +73,23 @@ def test_a_token_does_not_see_the_others(dtype: torch.dtype) -> None:
 
 
 @DTYPES
+def test_a_token_does_not_see_the_others_in_shared_experts(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = mok.MoE(48, 32, 8, 2, num_shared_experts=1, shared_intermediate_size=304, shared_gate=True, dtype=dtype)
+    x, dy = torch.randn(2, 97, 48).to(dtype)
+
+    def results(rows: slice) -> tuple[Tensor, Tensor]:
+        leaf = x[rows].clone().requires_grad_()
+        y = layer(leaf)
+        return y, torch.autograd.grad(y, leaf, dy[rows])[0]
+
+    together = results(slice(None))
+    for rows in (slice(0, 1), slice(40, 43), slice(13, 97)):
+        for name, one, many in zip(("y", "dx"), results(rows), together, strict=True):
+            assert_same_bits(f"{name} of {rows}", one, many[rows])
+
+
+@DTYPES
 @pytest.mark.parametrize("routing", ["uniform", "masked", "half"])
 def test_a_lane_in_one_call_or_several(dtype: torch.dtype, routing: str) -> None:
     """12 slices in 6 segments on 2 lanes: all in one call, or lane by lane in one or three calls each."""
