@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
 import click
 
 from mok_cli.output import Output, examples, json_option
+
+if TYPE_CHECKING:
+    from mok.config import Recipe
 
 __all__ = ["train"]
 
@@ -60,6 +66,10 @@ def train(
         raise UsageError("--world-size is for --dry-run; leave it out to train")
     from mok.grid import Grid, Layout, split_ranks
 
+    settled: list[str] = []
+    if isinstance(resolved.recipe.moe.ep, str):
+        resolved = replace(resolved, recipe=_with_ep(resolved.recipe, nproc))
+        settled = [f"moe.ep={resolved.recipe.moe.ep}"]
     if resume == "never" and nproc is not None:
         replicas, ep = split_ranks(resolved.recipe, nproc)
         Layout(Grid.of(resolved.recipe, replicas, ep), replicas, ep)
@@ -77,7 +87,7 @@ def train(
     if launched is None and world_size > 1:
         # The same words for every rank, and the one folder that the clock has given a name.
         words = ["train", recipe, "--out", str(start.folder.path), "--resume", resume, "--device", device]
-        words += [word for override in overrides for word in ("--set", override)]
+        words += [word for override in (*overrides, *settled) for word in ("--set", override)]
         words += [f"--{name}={value}" for name, value in (("steps", steps), ("seed", seed)) if value is not None]
         words += ["--allow-changes"] * allow_changes + [f"--max-minutes={max_minutes}"]
         words += [] if output.destination is None else [f"--json={output.destination}"]
@@ -93,3 +103,14 @@ def train(
         raise
     if rank == 0:
         output.report({"out": str(agreed.folder.path), "metrics": metrics})
+
+
+def _with_ep(recipe: Recipe, nproc: int | None) -> Recipe:
+    """`recipe` with the group size that `moe.ep = "auto"` means on this machine, as `mok probe-topology` advises."""
+    from mok.shapes import layer_shape
+    from mok.topology.ranks import ep_of_launch
+    from mok.train.processes import launched_ranks
+
+    _, num_ranks = launched_ranks() or (0, nproc or 1)
+    ep = ep_of_launch(layer_shape(recipe), num_ranks, recipe.distributed.timeout_s)
+    return replace(recipe, moe=replace(recipe.moe, ep=ep))

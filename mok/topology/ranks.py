@@ -29,7 +29,18 @@ from mok.topology.model import Gpu, Host, Rank, Topology, from_plain, to_plain
 from mok.topology.probe import probe_host
 from mok.topology.sources import child_environment, last_line
 
-__all__ = ["Report", "agree_on_ep", "free_port", "gather", "in_launch", "merge", "probe_alone", "probe_ranks", "spawn"]
+__all__ = [
+    "Report",
+    "agree_on_ep",
+    "ep_of_launch",
+    "free_port",
+    "gather",
+    "in_launch",
+    "merge",
+    "probe_alone",
+    "probe_ranks",
+    "spawn",
+]
 
 
 MEASURE_ALLOWANCE_S = 240.0
@@ -194,6 +205,20 @@ def agree_on_ep(shape: LayerShape, store=None, rank: int = 0, world_size: int = 
     if answer.startswith("!"):
         raise RankError(f"moe.ep = auto: {answer[1:]}")
     return int(answer)
+
+
+def ep_of_launch(shape: LayerShape, num_ranks: int, limit_s: float) -> int:
+    """What `moe.ep = "auto"` means for `num_ranks` ranks: of the launch this process is a rank of (then all of them must call
+    it), or else of one that it is about to start on this host.
+
+    Raises RankError as `agree_on_ep` does.
+    """
+    if num_ranks == 1:
+        return 1
+    if in_launch():
+        return agree_on_ep(shape, connect(limit_s), int(os.environ["RANK"]), num_ranks, limit_s)
+    host = probe_host()
+    return advise(merge([Report(rank, rank, host) for rank in range(num_ranks)]), shape, every_rank=True).ep
 
 
 def _wait(store, key: str, deadline: float) -> bool:  # type: ignore[no-untyped-def]

@@ -18,7 +18,7 @@ ONE_STEP = ("--max-minutes", "0.000001")  # the time is up after the first step,
 
 
 def test_four_ranks_then_one_then_two_give_the_bytes_of_one(tmp_path: Path) -> None:
-    """One step with `--nproc 4`, one alone, the rest under torchrun."""
+    """One step with `--nproc 4`, one alone, the rest under torchrun, where `moe.ep = "auto"` finds the two CPUs of one host."""
     straight, moved = tmp_path / "straight", tmp_path / "moved"
     run(tmp_path, straight, "--steps", "3")
     options = ("--steps", "3", "--resume", "auto")
@@ -26,10 +26,11 @@ def test_four_ranks_then_one_then_two_give_the_bytes_of_one(tmp_path: Path) -> N
     assert len(metrics(moved)) == 1
     run(tmp_path, moved, *options, *ONE_STEP)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mok_cli"]
-    command += ["train", "toy", *settings(tmp_path), "--out", str(moved), *options, "--set", "moe.ep=2"]
+    command += ["train", "toy", *settings(tmp_path), "--out", str(moved), *options, "--set", "moe.ep=auto"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180, check=False)
     assert done.returncode == 0, done.stderr
+    assert "ep = 2" in (moved / "recipe.toml").read_text()
     expected, found = metrics(straight), metrics(moved)
     assert [line["step"] for line in found] == [1, 2, 3]
     assert [line["train/loss"] for line in found] == [line["train/loss"] for line in expected]

@@ -15,7 +15,7 @@ import pytest
 
 from mok.errors import RankError
 from mok.shapes import LAYER_SHAPES
-from mok.topology import advise, domains, findings
+from mok.topology import advise, domains, findings, ranks
 from mok.topology.measurement import Exchange, Measurement, Transfer
 from mok.topology.model import to_plain
 from mok.topology.ranks import Report, agree_on_ep, free_port, gather, merge, spawn
@@ -139,6 +139,15 @@ def test_auto_size_leaves_no_running_rank_out():
     assert advise(launched(rack()), shape, every_rank=True).ep == 24
     # 71 + 1: no size but 1 divides both domains, and the broken GPU is running.
     assert advise(launched(rack(unhealthy=(7, 1))), shape, every_rank=True).ep == 1
+
+
+def test_the_ranks_that_one_process_is_about_to_start(monkeypatch):
+    shape = LAYER_SHAPES["qwen3-30b-a3b"]
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(ranks, "probe_host", lambda: h100_box().hosts[0])
+    assert [ranks.ep_of_launch(shape, number, 1.0) for number in (1, 2, 8)] == [1, 2, 8]
+    monkeypatch.setattr(ranks, "probe_host", lambda: bare_host("no-gpu"))
+    assert ranks.ep_of_launch(shape, 4, 1.0) == 4
 
 
 def test_torchrun_prints_one_picture(tmp_path):
