@@ -120,7 +120,8 @@ def train_step(state: TrainState, batches: Batches, observer: Observer | None = 
             if coefficient:
                 roots += losses
                 slopes += [torch.full_like(loss_C, coefficient / num_slices) for loss_C in losses]
-        torch.autograd.backward(roots, slopes)
+        if hidden_TH.requires_grad:
+            torch.autograd.backward(roots, slopes)
         if stats:
             sums.balance.append(torch.stack([layer.balance_loss_C.detach() for layer in stats]))
             sums.z.append(torch.stack([layer.z_loss_C.detach() for layer in stats]))

@@ -178,6 +178,8 @@ def test_frozen_tensors_keep_their_bytes_and_everything_else_moves(tmp_path: Pat
     for name, tensor in run.state.model.named_tensors():
         frozen = name == patterns[0] or ".experts.1." in name or ".q_proj." in name or "input_layernorm" in name
         assert torch.equal(tensor, before[name]) == frozen, name
+    head, _ = make_run(tmp_path, 'train.freeze=["model.*"]', out="head", steps=1)
+    head.train()
     with pytest.raises(UsageError, match=r"'\*nothing\*' matches no tensor"):
         make_run(tmp_path, 'train.freeze=["*nothing*"]', out="other")
 
