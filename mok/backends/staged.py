@@ -33,7 +33,7 @@ OLDEST_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class StagedSchedule:
-    """What a call is walked by: the grid, the device's plan, and the ids it was made from."""
+    """What a call is walked by: the grid, and the plan on the device."""
 
     grid: CallGrid
     plan: DevicePlan
@@ -109,10 +109,10 @@ def forward(
     """
     from mok.launch import staged as launch
 
-    x_TH, weights_TK = operand(x_TH), weights_TK.contiguous()
+    x_TH, weights_TK = readable(x_TH), weights_TK.contiguous()
     gpu = launch.gpu_of(x_TH.device)
     config = options.kernel or launch.choose_config(gpu)
-    gate_LIH, up_LIH, down_LHI = operand(experts.gate_LIH), operand(experts.up_LIH), operand(experts.down_LHI)
+    gate_LIH, up_LIH, down_LHI = readable(experts.gate_LIH), readable(experts.up_LIH), readable(experts.down_LHI)
     plan, rows = schedule.plan, schedule.plan.max_rows
     hidden, width = down_LHI.shape[1:]
     keep = options.recompute != "all"
@@ -127,7 +127,7 @@ def forward(
 
     shared_plan = shared_gate_up_2TS = shared_rows = gate_up_JH = down_HS = None
     if experts.shared is not None:
-        gate_up_JH, down_HS = operand(experts.shared.gate_up_JH), operand(experts.shared.down_HS)
+        gate_up_JH, down_HS = readable(experts.shared.gate_up_JH), readable(experts.shared.down_HS)
         shared_scale_T = None if shared_scale_T is None else shared_scale_T.contiguous()
         shared_plan = every_token_plan(x_TH.shape[0], hidden, down_HS.shape[1], x_TH.device)
         shared_gate_up_2TS = x_TH.new_empty(2, shared_plan.max_rows, down_HS.shape[1]) if keep else None
@@ -163,7 +163,7 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     """
     from mok.launch import staged as launch
 
-    dy_TH = operand(dy_TH)
+    dy_TH = readable(dy_TH)
     gpu = launch.gpu_of(dy_TH.device)
     config, clamp = saved.options.kernel or launch.choose_config(gpu), saved.options.clamp
     plan, rows = saved.schedule.plan, saved.schedule.plan.max_rows
@@ -250,7 +250,7 @@ def every_token_plan(tokens: int, hidden_size: int, width: int, device: torch.de
     )
 
 
-def operand(tensor: Tensor) -> Tensor:
+def readable(tensor: Tensor) -> Tensor:
     """`tensor` if a bulk copy can read it: rows contiguous, everything on multiples of 16 bytes; else a contiguous copy."""
     size = tensor.element_size()
     aligned = tensor.data_ptr() % 16 == 0 and all(stride * size % 16 == 0 and stride > 0 for stride in tensor.stride()[:-1])

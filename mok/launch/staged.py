@@ -98,6 +98,8 @@ def choose_config(gpu: Gpu) -> StagedConfig:
 def operand(config: StagedConfig, matrices: Tensor, rows: int, columns: int) -> Any:
     """`matrices` [n, M, N] or [M, N], read in blocks [rows, columns] of one matrix: what `load_block` of the kernels takes."""
     matrices = matrices if matrices.dim() == 3 else matrices.unsqueeze(0)
+    if not matrices.numel():  # a descriptor cannot say nothing; no task will read it
+        matrices = matrices.new_empty(1, 1, matrices.shape[2])
     if config.bulk_copies:
         return TensorDescriptor.from_tensor(matrices, [1, rows, columns])
     return matrices, matrices.stride(0), matrices.stride(1), matrices.shape[1], matrices.shape[2]

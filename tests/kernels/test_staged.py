@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mok.autograd import Plan, experts
-from mok.backends import staged
+from mok.backends import choose, staged
 from mok.backends.interface import LayerShape, Options
 from mok.errors import UsageError
 from mok.grid import CallGrid
@@ -70,7 +70,9 @@ def compare(case: Case, device: torch.device, recompute: str = "none", factor: f
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in CASES if case.hidden % 16 == 0 and case.width % 16 == 0], ids=lambda case: case.name
+    "case",
+    [case for case in CASES if case.hidden % 16 == 0 and case.width % 16 == 0] + [Case("no-token-shared", tokens=0, shared=48)],
+    ids=lambda case: case.name,
 )
 def test_no_worse_than_plain_torch(case: Case, device: torch.device) -> None:
     case = fit(case, device)
@@ -115,6 +117,11 @@ def test_main_gradients_are_continued(device: torch.device) -> None:
 )
 def test_says_why_it_cannot_run(shape: LayerShape, dtype: torch.dtype, reason: str) -> None:
     assert any(reason in found for found in staged.why_not(shape, dtype, CPU))
+
+
+def test_named_backend_without_a_gpu_says_so() -> None:
+    with pytest.raises(UsageError, match=r"moe\.backend = staged cannot run here: device cpu: needs a CUDA device"):
+        choose("staged", LayerShape(64, 48, 8, 2), torch.bfloat16, CPU)
 
 
 def test_configuration_fits_the_device() -> None:
