@@ -39,10 +39,11 @@ def everything(case: Case, options: Options, backend: ModuleType = staged) -> di
     return {"y": y.detach(), **gradients(inputs, y)}
 
 
+@pytest.mark.parametrize("shared", [0, 512])
 @pytest.mark.parametrize("tokens", [1, 63, 1000, 4096])
-def test_mega_gives_the_same_bits(tokens: int) -> None:
-    case = replace(LAYER, tokens=tokens, clamp=1.5, routing="masked")
-    shape = LayerShape(case.hidden, case.width, case.experts, case.top_k)
+def test_mega_gives_the_same_bits(tokens: int, shared: int) -> None:
+    case = replace(LAYER, tokens=tokens, clamp=1.5, routing="masked", shared=shared)
+    shape = LayerShape(case.hidden, case.width, case.experts, case.top_k, shared_size=shared)
     if reasons := mega.why_not(shape, torch.bfloat16, CUDA):
         pytest.skip(f"no megakernel here: {reasons}")
     megakernel = everything(case, Options(case.clamp), mega)

@@ -45,9 +45,10 @@ def on(device: torch.device, inputs: Inputs) -> Inputs:
 
 def backend_moe(backend: ModuleType, inputs: Inputs, options: Options) -> Tensor:
     width, hidden = inputs.gate_EIH.shape[1:]
-    shape = LayerShape(hidden, width, inputs.gate_EIH.shape[0], inputs.ids_TK.shape[1])
-    schedule = backend.build_schedule(inputs.ids_TK, shape, CallGrid(), options)
     shared = None if inputs.shared_gate_up_JH is None else (inputs.shared_gate_up_JH, inputs.shared_down_HS)
+    shared_size = shared[1].shape[1] if shared else 0
+    shape = LayerShape(hidden, width, inputs.gate_EIH.shape[0], inputs.ids_TK.shape[1], shared_size=shared_size)
+    schedule = backend.build_schedule(inputs.ids_TK, shape, CallGrid(), options)
     weights = (inputs.gate_EIH, inputs.up_EIH, inputs.down_EHI)
     return experts(inputs.x_TH, inputs.weights_TK, weights, Plan(backend, schedule, options), shared, inputs.shared_scale_T)
 
