@@ -188,6 +188,11 @@ class LogConfig:
 
     every: int = key(10, "steps between console lines; metrics.jsonl has every step", low=1)
     tensorboard: bool = key(False, "also write TensorBoard events, if it is installed")
+    trace: str = key(
+        "none",
+        "digests of every step's tensors in the run folder, for verify-determinism --compare; activations: block outputs too",
+        choices=("none", "steps", "activations"),
+    )
 
 
 @dataclass(frozen=True)

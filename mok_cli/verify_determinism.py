@@ -128,23 +128,15 @@ def verify_training(
     keep: Path | None,
     output: Output,
 ) -> Report:
-    from mok.determinism.axes import verify_recipe
+    from mok.determinism.axes import Workshop, verify_recipe
     from mok.determinism.report import add_baseline
 
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise UsageError(f"--keep {keep}: is not empty; name a new folder")
     folder = keep or Path(tempfile.mkdtemp(prefix="mok-verify-"))
     try:
-        report, trace = verify_recipe(
-            recipe,
-            axes,
-            folder=folder,
-            device=device,
-            runs=runs,
-            activations=activations,
-            inject=inject,
-            say=lambda text: output.line(f"running {text}"),
-        )
+        shop = Workshop(folder, recipe, device, activations, lambda text: output.line(f"running {text}"))
+        report, trace = verify_recipe(shop, axes, runs=runs, inject=inject)
         if baseline is not None:
             add_baseline(report, baseline, trace, recipe.to_dict(), force=force)
         return report

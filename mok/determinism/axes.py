@@ -33,7 +33,7 @@ from mok.shapes import layer_shape
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Arm", "Workshop", "check_arm", "quick", "read_json", "shared_grid", "verify_recipe"]
+__all__ = ["Arm", "Workshop", "check_arm", "read_json", "verify_recipe"]
 
 MOST_RANKS = 4
 ARM_LIMIT_S = 3600.0
@@ -179,13 +179,20 @@ class Outcome:
 
 @dataclass
 class Workshop:
-    """Where the arms of one verification run. say: told what is being run."""
+    """Where the arms of one verification run.
+
+    folder: an empty folder for them. device: "cpu" or "cuda". activations: record the output of every block too. say: told
+    what is being run.
+    """
 
     folder: Path
     recipe: Recipe
-    device: str
-    activations: bool
-    say: Callable[[str], None]
+    device: str = "cpu"
+    activations: bool = False
+    say: Callable[[str], None] = lambda text: None
+
+    def __post_init__(self) -> None:
+        self.recipe = quick(shared_grid(self.recipe), self.device)
 
     def run(self, arm: Arm, place: str, expected: Path | None = None, keep: Key | None = None, until: int = 0) -> Path:
         """Run `arm` in a folder of its own and return that folder.
@@ -277,33 +284,22 @@ def last_words(folder: Path) -> str:
     )
 
 
-def verify_recipe(
-    recipe: Recipe,
-    axes: Sequence[str],
-    *,
-    folder: Path,
-    device: str,
-    runs: int = 2,
-    activations: bool = False,
-    inject: str = "",
-    say: Callable[[str], None] = lambda text: None,
-) -> tuple[Report, Trace]:
-    """Run `recipe` on each of `axes`, and compare every step of every arm with one reference run.
+def verify_recipe(shop: Workshop, axes: Sequence[str], *, runs: int = 2, inject: str = "") -> tuple[Report, Trace]:
+    """Run the recipe of `shop` on each of `axes`, and compare every step of every arm with one reference run.
 
-    folder: an empty folder for the arms. device: "cpu" or "cuda". runs: of the axis rerun. activations: record the output of
-    every block too. inject: see `parse_injection`; planted in the last arm of each axis. Returns the report and the reference.
+    runs: of the axis rerun. inject: see `parse_injection`; planted in the last arm of each axis. Returns the report and the
+    trace of the reference.
     """
+    recipe = shop.recipe
     flip_or_kind = parse_injection(inject) if inject else ""
     if isinstance(flip_or_kind, Flip) and flip_or_kind.step > recipe.train.steps:
         raise UsageError(f"--inject {inject}: the run has {recipe.train.steps} steps; use --steps, or an earlier step")
-    recipe = quick(shared_grid(recipe), device)
-    shop = Workshop(folder, recipe, device, activations, say)
     reference = shop.run(Arm("reference"), "reference")
     trace = read_trace(reference / "trace")
     report = Report(
         "recipe", [], read_json(reference / "fingerprint.json"), read_json(reference / "result.json")["state_sha256"]
     )
-    plan = {axis: arms_of(axis, recipe, device, runs) for axis in axes}
+    plan = {axis: arms_of(axis, recipe, shop.device, runs) for axis in axes}
     if inject:
         for arms, _ in plan.values():
             arms[-1:] = [dataclasses.replace(arm, inject=inject) for arm in arms[-1:]]

@@ -174,7 +174,11 @@ def run_once(
     for hook in hooks:
         hook.remove()
     found.trace = recorder.trace
-    if fault is not None and not any((key.step, key.name) == (fault.step, fault.name) for key in found.trace.records):
+    if (
+        fault is not None
+        and operations_of is None
+        and not any((key.step, key.name) == (fault.step, fault.name) for key in found.trace.records)
+    ):
         names = dict.fromkeys(key.name for key in found.trace.records)
         raise UsageError(f"no tensor {fault.name} in step {fault.step}; there are {', '.join(names)}")
     return found

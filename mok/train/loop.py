@@ -29,6 +29,8 @@ from mok import __version__, checkpoint, shapes
 from mok.data.corpus import Corpus, open_corpus
 from mok.data.loader import Loader
 from mok.determinism.fingerprint import fingerprint
+from mok.determinism.observe import StepObserver
+from mok.determinism.trace import Recorder
 from mok.errors import CheckpointError, Interrupted, NonFiniteError, UsageError
 from mok.hf_import import HfWeights, config_folder
 from mok.train.batches import Batches
@@ -81,7 +83,7 @@ class Run:
         self.state = self._fresh_state()
         if start.resumed is not None:
             self._resume(start, start.resumed)
-        self.observer: Observer | None = None
+        self.observer: Observer | None = self._trace()
         # Nothing draws from the global generator (a trace would show it); what a user adds shall at least repeat.
         torch.manual_seed(recipe.seed)
         self._stop = ""
@@ -315,6 +317,17 @@ class Run:
             package.addHandler(handler)
             package.setLevel(logging.INFO)
             package.propagate = False
+
+    def _trace(self) -> Observer | None:
+        """What `log.trace` asks for: digests of each step, one file per rank."""
+        if self.recipe.log.trace == "none":
+            return None
+        rank = self.ranks.layout.rank
+        path = self.folder.path / "trace" / f"rank_{rank:05d}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        sink = path.open("a", encoding="utf-8")
+        recorder = Recorder(sink, rank=rank, activations=self.recipe.log.trace == "activations")
+        return StepObserver(recorder, self.state.model)
 
     def _open_tensorboard(self) -> Any:
         if not self.recipe.log.tensorboard or not self.first_rank:

@@ -1,9 +1,10 @@
-"""`run_distributed`: a function on several gloo ranks, each a fresh process, under a hard time limit."""
+"""Processes for tests: `run_distributed`, a function on several gloo ranks under a hard time limit, and `ForkingWorkshop`."""
 
 from __future__ import annotations
 
 import datetime
 import multiprocessing
+import os
 import pickle
 import tempfile
 import time
@@ -15,11 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["run_distributed"]
+from mok.determinism.axes import Workshop
 
-# The server imports torch once, before it has threads; each rank is forked from it in milliseconds and shares nothing.
+__all__ = ["ForkingWorkshop", "run_distributed"]
+
+# The server imports everything once, before it has threads; each rank is forked from it in milliseconds and shares nothing.
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["torch", "torch.distributed", "numpy"])
+FORKSERVER.set_forkserver_preload(["mok.determinism.arm"])
 
 
 def run_distributed(function: Callable[..., Any], world_size: int, *arguments: Any, limit_s: float = 60.0) -> list[Any]:
@@ -70,3 +73,38 @@ def _rank(function: Callable[..., Any], rank: int, world_size: int, folder: str,
         partial.write_text(traceback.format_exc())
         partial.rename(partial.with_suffix(".error"))
         raise
+
+
+class ForkingWorkshop(Workshop):
+    """Runs the one-process arms of `mok verify-determinism` forked from the server, which spares each the imports."""
+
+    def start(self, folder: Path) -> Any:
+        return _Forked(folder / "spec.json")
+
+
+class _Forked:
+    """What `Workshop` needs of subprocess.Popen."""
+
+    def __init__(self, spec: Path) -> None:
+        self._process = FORKSERVER.Process(target=_arm, args=(str(spec),))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(min(timeout or 120.0, 120.0))
+        assert self._process.exitcode is not None, "an arm hangs"
+        return self._process.exitcode
+
+
+def _arm(spec: str) -> None:
+    from mok.determinism.arm import guarded
+
+    os.setsid()
+    with Path(spec).with_name("output.txt").open("a") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        raise SystemExit(guarded(spec))

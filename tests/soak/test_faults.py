@@ -7,8 +7,6 @@ so that 600 of them take minutes. Prints the table of docs/determinism.md.
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -19,40 +17,18 @@ import torch
 
 from mok import recipe as recipes
 from mok.checkpoint import open_checkpoint
-from mok.determinism.axes import Arm, Workshop, check_arm, quick, shared_grid
+from mok.determinism.axes import Arm, check_arm
 from mok.determinism.report import AxisResult
 from mok.determinism.trace import Key, read_trace
+from tests.distributed.processes import ForkingWorkshop
 
 pytestmark = pytest.mark.soak
 
 FAULTS = 200
-FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["mok.determinism.arm"])
 TINY = """
 data.tokenizer=bytes data.validation_fraction=0.2 model.hidden_size=32 model.num_layers=2 model.head_dim=16
 moe.num_experts=4 moe.intermediate_size=16 train.batch_size=16 train.sequence_length=16 train.steps=5
 """
-
-
-def run_arm(spec: str) -> None:
-    from mok.determinism.arm import guarded
-
-    with open(Path(spec).parent / "output.txt", "a") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-        raise SystemExit(guarded(spec))
-
-
-class ForkingWorkshop(Workshop):
-    def start(self, folder: Path) -> Any:
-        process = FORKSERVER.Process(target=run_arm, args=(str(folder / "spec.json"),))
-        process.start()
-        return process
-
-    def wait(self, process: Any) -> int:
-        process.join(120)
-        assert process.exitcode is not None, "an arm hangs"
-        return int(process.exitcode)
 
 
 def bits_of(manifest: dict[str, Any], key: Key) -> tuple[int, int]:
@@ -70,8 +46,7 @@ def test_every_fault_is_found_and_nothing_else(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     overrides = [*TINY.split(), f"data.path={text}", f"data.cache={tmp_path / 'cache'}"]
-    recipe = quick(shared_grid(recipes.load("toy", overrides)), "cpu")
-    shop = ForkingWorkshop(tmp_path / "arms", recipe, "cpu", False, lambda words: None)
+    shop = ForkingWorkshop(tmp_path / "arms", recipes.load("toy", overrides))
     reference = shop.run(Arm("reference"), "reference")
     trace = read_trace(reference / "trace")
     chance = random.Random(0)
