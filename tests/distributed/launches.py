@@ -13,8 +13,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 TINY = """
 data.tokenizer=bytes data.validation_fraction=0.2 model.hidden_size=32 model.num_layers=2 model.head_dim=16
-moe.num_experts=4 moe.intermediate_size=16 train.batch_size=8 train.sequence_length=16 eval.batches=1 sample.tokens=2
-distributed.lanes=4 distributed.slices=2 log.every=1 train.threads=1
+moe.num_experts=4 moe.intermediate_size=16 train.batch_size=16 train.sequence_length=16 eval.batches=1 sample.tokens=2
+distributed.lanes=4 distributed.slices=4 log.every=1 train.threads=1
 """
 
 
@@ -36,10 +36,10 @@ def start(home: Path, out: Path, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def run(home: Path, out: Path, *options: str, code: int = 0) -> str:
+def run(home: Path, out: Path, *options: str, code: int = 0, limit_s: float = 180.0) -> str:
     """Run to the end; returns what was printed to standard error."""
     process = start(home, out, *options)
-    printed, errors = process.communicate(timeout=180)
+    printed, errors = process.communicate(timeout=limit_s)
     assert process.returncode == code, printed + errors
     return errors
 

@@ -78,7 +78,7 @@ def test_sigterm_saves_once_and_ends_every_rank_with_130(tmp_path: Path) -> None
     [
         (("--nproc", "3", "--set", "moe.ep=2"), "must be a multiple of 2"),
         (("--nproc", "3"), "launch with 1, 2, 4 replicas"),
-        (("--nproc", "4", "--set", "moe.ep=4"), "launch with 1, 2 expert-parallel ranks"),
+        (("--nproc", "4", "--set", "distributed.segment=3"), "does not divide distributed.slices = 4"),
         (("--set", "moe.ep=3"), "cannot share moe.num_experts = 4"),
     ],
 )

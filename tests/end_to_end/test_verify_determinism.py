@@ -30,14 +30,12 @@ def verify(mok, home: Path, *options: str, code: int = 0, recipe: bool = True) -
 
 
 def test_axes_that_can_run_are_equal_and_the_others_say_why(mok, tmp_path: Path) -> None:
-    words = [word for axis in ("rerun", "ep", "backend") for word in ("--axis", axis)]
-    # Two positions and one lane leave the axis ep one layout.
-    options = ("--set", "distributed.lanes=1", "--set", "distributed.slices=2")
-    report = verify(mok, tmp_path, *STEPS, *words, *options, "--trace", "--junit", "junit.xml", "--baseline", "golden.json")
+    words = [word for axis in ("rerun", "jitter", "backend") for word in ("--axis", axis)]
+    report = verify(mok, tmp_path, *STEPS, *words, "--trace", "--junit", "junit.xml", "--baseline", "golden.json")
     assert report["verdict"] == "equal"
     by_name = {axis["axis"]: axis for axis in report["axes"]}
-    assert by_name["ep"]["arms"] == ["reference", "ep 2 on 2 ranks"]
-    for axis in ("rerun", "ep"):
+    assert by_name["jitter"]["arms"] == ["reference", "random delays, ep 2"]
+    for axis in ("rerun", "jitter"):
         assert by_name[axis]["status"] == "equal", by_name[axis]
         assert by_name[axis]["num_steps"] == 3 and by_name[axis]["num_tensors"] > 0 and by_name[axis]["num_bytes"] > 0
     assert by_name["backend"]["status"] == "not run" and "CUDA device" in by_name["backend"]["reason"]
