@@ -25,6 +25,7 @@ from mok.config import DistributedConfig, Recipe
 from mok.determinism.fingerprint import fingerprint
 from mok.errors import CheckFailed, UsageError
 from mok.grid import Grid, Layout
+from mok.model.transformer import DTYPES
 from mok.train.batches import Batches
 from mok.train.memory import keep_freed_memory
 from mok.train.ranks import OneRank
@@ -50,13 +51,15 @@ class Contestant(Protocol):
 
 @dataclass
 class Row:
-    """One line of a report; None where something was not measured."""
+    """One line of a report; None where something was not measured. fraction_of_dense: of the rate of a large square matrix
+    product of the model's dtype on this machine, measured in the same run."""
 
     name: str
     median_ms: float
     spread_ms: float
     tokens_per_s: float
     tflops: float
+    fraction_of_dense: float
     peak_bytes: int
     bitwise_repeatable: bool
     relative_error: float | None
@@ -138,6 +141,7 @@ def _measure(
         errors[name] = max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
         if check and not errors[name] <= TOLERANCE:
             raise CheckFailed(f"{name}: losses and gradient norms differ by {errors[name]:.1e} from mok's; nothing was timed")
+    dense_flops = _ask("mok", workers[0][1], "dense")
     times: dict[str, list[float]] = {name: [] for name, _, _ in workers}
     for turn in range(rounds + 1):
         for name, pipe, _ in workers:
@@ -157,6 +161,7 @@ def _measure(
                 spread_ms=(quarters[2] - quarters[0]) * 1e3,
                 tokens_per_s=tokens / median,
                 tflops=flops / median / 1e12,
+                fraction_of_dense=flops / median / dense_flops,
                 peak_bytes=_ask(name, pipe, "peak"),
                 bitwise_repeatable=starts[name]["repeatable"],
                 relative_error=errors[name] if name != "mok" else None,
@@ -165,6 +170,17 @@ def _measure(
     for row in rows:
         row.ratio_to = {other.name: other.median_ms / row.median_ms for other in rows if other is not row}
     return TrainReport(rows, fingerprint(turns=rounds, steps_per_turn=steps))
+
+
+def _dense_flops(dtype: torch.dtype, size: int = 1024) -> float:
+    """Operations per second of a square matrix product."""
+    a, b = torch.randn(2, size, size).to(dtype)
+    seconds = []
+    for _ in range(12):
+        started = time.perf_counter()
+        torch.mm(a, b)
+        seconds.append(time.perf_counter() - started)
+    return 2 * size**3 / statistics.median(seconds[2:])
 
 
 def _ask(name: str, pipe: Connection, question: str | int) -> Any:
@@ -216,6 +232,8 @@ def _serve(pipe: Connection, kind: str, recipe: Recipe, vocab_size: int) -> None
                     values, _ = run(contestant, CHECK_STEPS)
                     digests.add(state_sha256(tensor_checksums(contestant.tensors())))
                 pipe.send({"values": values, "repeatable": len(digests) == 1})
+            elif question == "dense":
+                pipe.send(_dense_flops(DTYPES[recipe.train.dtype]))
             elif question == "peak":
                 pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
             else:

@@ -46,7 +46,7 @@ class Canned:
         question = self.asked[-1]
         if question == "check":
             return {"values": self.values, "repeatable": True}
-        return 1000 if question == "peak" else [0.5] * question
+        return 1000 if question in ("peak", "dense") else [0.5] * question
 
 
 def test_a_peer_that_computes_something_else_is_not_timed() -> None:
