@@ -301,8 +301,12 @@ def _prune(folder: Path, keep_last: int, newest: str) -> None:
 
 
 def _remove_unfinished(folder: Path) -> None:
+    """Folders of saves and removals that were killed, and the pointer that one of them was about to move."""
     for entry in folder.glob(".unfinished-*"):
-        shutil.rmtree(entry)
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink()
 
 
 def _point_latest(folder: Path, name: str) -> None:
