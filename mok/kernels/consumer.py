@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from mok.kernels.gluon_compat import barrier
 from mok.kernels.mover import combine_rest
-from mok.kernels.ring import ACCUMULATOR, GRADIENT_PIECE, HALF_M, PIECE_N, TILE, Cursor, is_skipped, rounded, sigmoid
+from mok.kernels.ring import ACCUMULATOR, GRADIENT_PIECE, HALF_M, PIECE_N, TILE, Cursor, is_skipped, sigmoid
 from mok.kernels.tasks import DH, DX, FIELDS, GATE_UP, HALF, KIND, ROW, STEPS, TILE_C, TILE_M, TILE_N, N
 
 
@@ -113,7 +113,7 @@ def finish_gate_up(accumulator, pieces, at, KEEP: gl.constexpr, CLAMP: gl.conste
     """
     q = quarters(accumulator)
     for j in gl.static_range(2):
-        gate, up = limited(rounded(q[j]), rounded(q[j + 2]), CLAMP)
+        gate, up = limited(q[j].to(gl.bfloat16).to(gl.float32), q[j + 2].to(gl.bfloat16).to(gl.float32), CLAMP)
         at = put((gate * sigmoid(gate)) * up, pieces, at)
     if KEEP:
         for j in gl.static_range(4):
@@ -187,7 +187,7 @@ def finish_dh(
         gate, up = limited(raw_gate, raw_up, CLAMP)
         s = sigmoid(gate)
         silu = gate * s
-        h = rounded(silu * up)
+        h = (silu * up).to(gl.bfloat16).to(gl.float32)
         slope = up * (s + silu * (1.0 - s))  # dh / dgate; dh / dup is silu
         if CLAMP > 0:
             slope = gl.where(raw_gate > CLAMP, 0.0, slope)
@@ -196,14 +196,11 @@ def finish_dh(
         if j == 1:
             first_total = total
             total = gl.zeros([HALF_M], gl.float32, of_rows)
-        # All three are packed before the first leaves: a quarter's fp32 values then hold no registers while slots are awaited.
+        # Each piece leaves before the next is computed: registers hold no more than one at a time.
+        at = put(h * weight[:, None], pieces, at)
         d = q[j] * weight[:, None]
-        h_piece = (h * weight[:, None]).to(gl.bfloat16)
-        gate_piece = (d * slope).to(gl.bfloat16)
-        up_piece = (d * silu).to(gl.bfloat16)
-        at = put(h_piece, pieces, at)
-        at = put(gate_piece, pieces, at)
-        at = put(up_piece, pieces, at)
+        at = put(d * slope, pieces, at)
+        at = put(d * silu, pieces, at)
     # Last: a fence in front of the pieces would wait for these stores.
     rows = row + WG * HALF_M + gl.arange(0, HALF_M, of_rows)
     place = partial + rows.to(gl.int64) * NUM_BLOCKS + column // 128

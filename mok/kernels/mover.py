@@ -57,13 +57,13 @@ class Groups:
 
 
 @gluon.jit
-def fetch_rows(source, moves, unit, slot, boxes, ROWS: gl.constexpr, PIECES: gl.constexpr):
+def fetch_rows(source, moves, unit, slot, boxes, ROWS: gl.constexpr, PIECES: gl.constexpr, BOXES: gl.constexpr):
     """Start the copies of one unit into a slot. A padding row has no route: its box lies outside and arrives as zeros."""
     mbarrier.expect(moves.full.index(slot), ROWS * moves.box_parts * moves.part * 2)
     for r in gl.static_range(ROWS):
         route = gl.load(moves.route_of_row + (unit // PIECES) * ROWS + r)
         token = gl.where(route >= 0, route // moves.top_k, -1)
-        tma_load(source, [token, (unit % PIECES) * moves.box_parts, 0], moves.full.index(slot), boxes.index(slot * ROWS + r))
+        tma_load(source, [token, (unit % PIECES) * moves.box_parts, 0], moves.full.index(slot), boxes.index(slot * BOXES + r))
 
 
 @gluon.jit
@@ -73,26 +73,27 @@ def dispatch(job, source, destination, moves, at, counter_of_unit, expert_of_blo
     Each unit adds 1 to the counter of its 64-row block, or of its expert.
     """
     BOX: gl.constexpr = moves.box_parts * moves.part
-    ROWS: gl.constexpr = MOVER_SLOT_ELEMENTS // BOX if MOVER_SLOT_ELEMENTS // BOX < 8 else 8
+    BOXES: gl.constexpr = MOVER_SLOT_ELEMENTS // BOX  # that a slot holds
+    ROWS: gl.constexpr = BOXES if BOXES < 8 else 8
     PIECES: gl.constexpr = (moves.parts + moves.box_parts - 1) // moves.box_parts
-    boxes = moves.slots._reinterpret(gl.bfloat16, [MOVER_SLOTS * ROWS, 1, moves.box_parts, moves.part], PLAIN_ROWS)
+    boxes = moves.slots._reinterpret(gl.bfloat16, [MOVER_SLOTS * BOXES, 1, moves.box_parts, moves.part], PLAIN_ROWS)
     units = job.num_rows // ROWS * PIECES
     first = gl.program_id(0)
     if first < units:
-        fetch_rows(source, moves, first, at.slot, boxes, ROWS, PIECES)
+        fetch_rows(source, moves, first, at.slot, boxes, ROWS, PIECES, BOXES)
     for unit in range(first, units, gl.num_programs(0)):
         mbarrier.wait(moves.full.index(at.slot), at.phase)
         for r in gl.static_range(ROWS):
             tma_store(
                 destination,
                 [(unit // PIECES) * ROWS + r, (unit % PIECES) * moves.box_parts, 0],
-                boxes.index(at.slot * ROWS + r),
+                boxes.index(at.slot * BOXES + r),
             )
         ahead = unit + gl.num_programs(0)
         after = at.next()
         if ahead < units:
             # The other slot's stores were waited for below, one unit ago.
-            fetch_rows(source, moves, ahead, after.slot, boxes, ROWS, PIECES)
+            fetch_rows(source, moves, ahead, after.slot, boxes, ROWS, PIECES, BOXES)
         block = (unit // PIECES) * ROWS // ROW_BLOCK
         stores_complete(unit)
         barrier()

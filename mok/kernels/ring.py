@@ -137,13 +137,6 @@ def from_lane_0(value):
 
 
 @gluon.jit
-def rounded(x):
-    """fp32 values rounded to bf16 and widened again, two at a time: the compiler converts them singly, on a slow unit."""
-    pairs = gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2)
-    return pairs.to(gl.float32)
-
-
-@gluon.jit
 def sigmoid(x):
     """1 / (1 + exp(-x)) by one hardware tanh: off by at most 2^-12, a tenth of a bf16 step at 1."""
     half = 0.5 * x
