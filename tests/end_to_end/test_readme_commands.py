@@ -40,6 +40,6 @@ def test_the_commands_of_the_readme_run(mok, tmp_path: Path):
             settings = [*SMALL.split(), f"data.path={text}", f"data.cache={tmp_path / 'cache'}"]
             given = {word.partition("=")[0] for word in words}
             words += [part for s in settings if s.partition("=")[0] not in given for part in ("--set", s)]
-        result = mok(*words, timeout=600)
+        result = mok(*words, env={"OMP_NUM_THREADS": "1"}, timeout=900)
         assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"
     assert (tmp_path / "exported" / "model.safetensors").is_file()
