@@ -25,7 +25,7 @@ WEIGHTS_SPILL_BYTES = 1024
 products."""
 
 OTHER_SPILL_BYTES = {80: 256, 89: 256, 90: 0, 100: 0, 103: 0, 120: 256}
-"""Where products take their operands from registers, ptxas of Triton 3.8 spills up to 248 bytes of `run_dx`, that of 3.7.1 16."""
+"""Where products take operands from registers, ptxas of Triton 3.8 spills up to 248 bytes of `run_dx`, that of 3.7.1 16."""
 
 
 @pytest.fixture(scope="module")
