@@ -37,7 +37,7 @@ from mok.train.watch import Watch
 from mok.transport.collective import CollectiveTransport
 from mok.transport.progress import Progress
 
-__all__ = ["LaunchedRanks", "assemble", "join", "launch", "launched_ranks", "met"]
+__all__ = ["LaunchedRanks", "assemble", "join", "launch", "launched_ranks", "met", "use_private_triton_cache"]
 
 
 T = TypeVar("T")
