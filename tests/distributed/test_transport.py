@@ -44,7 +44,7 @@ def slice_inputs(case: Case, i: int) -> tuple[torch.Tensor, torch.Tensor, torch.
     return x, ids, torch.rand(tokens, K, generator=generator), dy
 
 
-def layer(case: Case, slices: list[int], grid: CallGrid, transport: CollectiveTransport | None) -> dict[str, torch.Tensor]:
+def layer(case: Case, slices: list[int], grid: CallGrid, group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
     """Forward and backward of these slices with this rank's experts: every result by name."""
     generator = torch.Generator().manual_seed(99)
     local = slice(grid.rank * E // grid.ranks, (grid.rank + 1) * E // grid.ranks)
@@ -58,7 +58,7 @@ def layer(case: Case, slices: list[int], grid: CallGrid, transport: CollectiveTr
     x, ids, router, dy = (torch.cat([part[k] for part in parts]) for k in range(4))
     x.requires_grad_()
     router.requires_grad_()
-    y = mok.moe(x, ids, router, *weights.values(), grid=grid, transport=transport)
+    y = mok.moe(x, ids, router, *weights.values(), grid=grid, group=group)
     y.backward(dy)
     return {"y": y.detach(), "dx": x.grad, "drouter": router.grad, **{name: w.main_grad for name, w in weights.items()}}
 
@@ -69,7 +69,7 @@ def on_rank(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, tor
         num_slices = len(case.tokens)
         segment = case.segment or num_slices
         grid = CallGrid(num_slices, segment, (0,) * (num_slices // segment), world_size, rank)
-        found.append(layer(case, list(grid.local_slices), grid, CollectiveTransport(dist.group.WORLD)))
+        found.append(layer(case, list(grid.local_slices), grid, dist.group.WORLD))
     return found
 
 
