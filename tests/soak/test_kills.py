@@ -30,9 +30,15 @@ def test_fifty_kills(tmp_path: Path) -> None:
     chance = random.Random(0)
     kills, announced = 0, 0
     while True:
-        process = subprocess.Popen(
-            command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, text=True
-        )
+        with (tmp_path / "errors").open("w") as errors:
+            process = subprocess.Popen(
+                command,
+                cwd=tmp_path,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
         assert process.stdout is not None
         lines_left = chance.randrange(1, 24)
         for line in process.stdout:
@@ -48,7 +54,7 @@ def test_fifty_kills(tmp_path: Path) -> None:
         code = process.wait()
         if code == 0:
             break
-        assert code == -signal.SIGKILL
+        assert code == -signal.SIGKILL, (tmp_path / "errors").read_text()
         kills += 1
     assert kills >= 50
     assert timeless(metrics_of(tmp_path / "killed")) == timeless(straight)
