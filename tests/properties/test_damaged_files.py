@@ -19,7 +19,7 @@ from mok.data.shards import ShardWriter, TokenStore
 from mok.errors import MokError
 from mok.safetensors_files import SafetensorsFolder
 
-SLOWEST_S = 10.0
+SLOWEST_CPU_S = 10.0
 SOAK_CASES = 100_000
 
 TOKENS = [
@@ -134,14 +134,14 @@ def damage_and_read(kind: Kind, folder: Path, num_cases: int, seed: int) -> int:
         source = random.Random(f"{seed}/{case}")
         path = source.choice(files)
         path.write_bytes(damaged(sound[path], source))
-        started = time.monotonic()
+        started = time.process_time()
         try:
             kind.read(folder)
         except MokError:
             refused += 1
         except BaseException as error:
             raise AssertionError(f"case {case} of seed {seed}, {path.name}: {type(error).__name__}: {error}") from error
-        assert time.monotonic() - started < SLOWEST_S, f"case {case} of seed {seed} took too long"
+        assert time.process_time() - started < SLOWEST_CPU_S, f"case {case} of seed {seed} took too long"
         path.write_bytes(sound[path])
     kind.read(folder)
     shutil.rmtree(folder)
@@ -159,4 +159,6 @@ def test_damage_is_refused_with_an_error_of_our_own(name: str, tmp_path: Path) -
 def test_much_damage(name: str, tmp_path: Path) -> None:
     """A quarter of 100,000 cases for each kind; prints what docs/determinism.md records."""
     refused = damage_and_read(KINDS[name], tmp_path / name, num_cases=SOAK_CASES // len(KINDS), seed=1)
-    print(f"\n{name}: {SOAK_CASES // len(KINDS)} damaged files, {refused} refused, no other exception, none over {SLOWEST_S} s")
+    print(
+        f"\n{name}: {SOAK_CASES // len(KINDS)} damaged files, {refused} refused, no other exception, none over {SLOWEST_CPU_S} s of CPU"
+    )
