@@ -158,7 +158,6 @@ def test_damage_is_refused_with_an_error_of_our_own(name: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", KINDS)
 def test_much_damage(name: str, tmp_path: Path) -> None:
     """A quarter of 100,000 cases for each kind; prints what docs/determinism.md records."""
-    refused = damage_and_read(KINDS[name], tmp_path / name, num_cases=SOAK_CASES // len(KINDS), seed=1)
-    print(
-        f"\n{name}: {SOAK_CASES // len(KINDS)} damaged files, {refused} refused, no other exception, none over {SLOWEST_CPU_S} s of CPU"
-    )
+    num_cases = SOAK_CASES // len(KINDS)
+    refused = damage_and_read(KINDS[name], tmp_path / name, num_cases, seed=1)
+    print(f"\n{name}: {num_cases} damaged files, {refused} refused, no other exception, none over {SLOWEST_CPU_S} s of CPU")
