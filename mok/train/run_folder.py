@@ -206,6 +206,10 @@ class RunFolder:
         return self.path / "recipe.toml"
 
     @property
+    def environment_file(self) -> Path:
+        return self.path / "environment.json"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
@@ -218,8 +222,10 @@ class RunFolder:
         return self.path / "train.log"
 
     def refuse_if_used(self) -> None:
-        """UsageError if there is something in the folder already."""
-        if self.path.is_file() or (self.path.is_dir() and any(self.path.iterdir())):
+        """UsageError if there is something in the folder already, other than what a run leaves that failed before its first
+        step: without data, say."""
+        before_first_step = {self.recipe_file, self.environment_file, self.log}
+        if self.path.is_file() or (self.path.is_dir() and not before_first_step.issuperset(self.path.iterdir())):
             raise UsageError(
                 f"--out {self.path}: is not empty; choose another folder, or go on with the run in it by --resume auto"
             )
@@ -233,7 +239,7 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self.recipe_file.write_text(dump_toml(start.recipe, start.origins), encoding="utf-8")
-            (self.path / "environment.json").write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
+            self.environment_file.write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
             resumed = start.resumed
             step = resumed.step if resumed else 0
             _keep_until(self.samples, step)

@@ -111,6 +111,16 @@ def test_a_folder_in_use_is_refused_and_so_is_one_that_cannot_be_made(tmp_path: 
         make_run(tmp_path, out="file/run")
 
 
+def test_a_folder_whose_run_never_took_a_step_may_be_used_again(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nowhere"):
+        make_run(tmp_path, "data.path=nowhere")
+    assert (tmp_path / "run/recipe.toml").is_file()
+    make_run(tmp_path)
+    (tmp_path / "run/notes.txt").write_text("mine")
+    with pytest.raises(UsageError, match="is not empty"):
+        make_run(tmp_path)
+
+
 def test_what_changed_since_the_checkpoint_is_judged_by_kind(tmp_path: Path) -> None:
     train(tmp_path, steps=2)
     with pytest.raises(UsageError, match=r"optim.lr: 0.003 -> 0.1 \(trajectory\)") as caught:
