@@ -330,6 +330,8 @@ class Recipe:
                     f"use {model.init.removeprefix('hf:')}/tokenizer.json",
                 )
             )
+        if moe.transport == "peer":
+            found.append(("moe.transport", "peer memory between GPUs is not built", 'use "auto" or "collective" (all-to-all)'))
         if moe.shared_gate and not moe.num_shared_experts:
             found.append(("moe.shared_gate", "is set but moe.num_shared_experts is 0", "set num_shared_experts"))
         return found
