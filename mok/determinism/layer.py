@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from mok.determinism.step import DEFAULT_RUNS, verify_step
 from mok.determinism.trace import Divergence, Key
 from mok.errors import UsageError
 from mok.model.moe import MoE
-from mok.model.transformer import DTYPES
+from mok.model.transformer import DTYPES, Group, moe_of
 
 __all__ = ["LAYER_CHECKS", "LayerCheck", "verify_layer"]
 
@@ -48,29 +48,10 @@ class LayerCheck:
 
 def layer_of(recipe: Recipe, device: torch.device) -> MoE:
     """A MoE layer of the recipe's shape, its weights drawn from torch's global generator seeded with the recipe's seed."""
-    moe = recipe.moe
+    # Forced routes depend on where in the batch a row is, which is what these checks vary.
+    routed = replace(recipe, moe=replace(recipe.moe, force_routing="none"))
     torch.manual_seed(recipe.seed)
-    return MoE(
-        recipe.model.hidden_size,
-        moe.intermediate_size,
-        moe.num_experts,
-        moe.top_k,
-        num_shared_experts=moe.num_shared_experts,
-        shared_intermediate_size=moe.shared_intermediate_size,
-        shared_gate=moe.shared_gate,
-        clamp=moe.clamp,
-        score=moe.score,
-        score_order=moe.score_order,
-        normalize_weights=moe.normalize_weights,
-        scaling_factor=moe.scaling_factor,
-        correction_bias=moe.correction_bias,
-        num_groups=moe.num_groups,
-        top_groups=moe.top_groups,
-        backend=moe.backend,
-        recompute=moe.recompute,
-        device=device,
-        dtype=DTYPES[recipe.train.dtype],
-    )
+    return moe_of(routed, 0, Group(), DTYPES[recipe.train.dtype], device)
 
 
 def layer_inputs(recipe: Recipe, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from mok.model.moe import MoE, MoEStats
 from mok.model.norm import RMSNorm
 from mok.transport.interface import Transport
 
-__all__ = ["DTYPES", "Block", "Decoder", "Group", "LogicalTensor", "initial_values"]
+__all__ = ["DTYPES", "Block", "Decoder", "Group", "LogicalTensor", "initial_values", "moe_of"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -69,7 +69,7 @@ class Block(nn.Module):
         if layer < model.num_dense_layers:
             self.mlp = DenseMLP(model.hidden_size, model.dense_intermediate_size, dtype=dtype, device=device)
         else:
-            self.mlp = _moe(recipe, layer, group, dtype, device)
+            self.mlp = moe_of(recipe, layer, group, dtype, device)
 
     def forward(self, x_TH: Tensor, batch: int, rotary: Rotary, grid: CallGrid) -> tuple[Tensor, MoEStats | None]:
         x_TH = x_TH + self.attention(self.input_norm(x_TH), batch, rotary)
@@ -80,7 +80,8 @@ class Block(nn.Module):
         return x_TH + y_TH, stats
 
 
-def _moe(recipe: Recipe, layer: int, group: Group, dtype: torch.dtype, device: torch.device | None) -> MoE:
+def moe_of(recipe: Recipe, layer: int, group: Group, dtype: torch.dtype, device: torch.device | None) -> MoE:
+    """The MoE layer that `recipe` describes, as this member of `group` holds it; `layer` is the index that errors name."""
     moe = recipe.moe
     return MoE(
         recipe.model.hidden_size,
