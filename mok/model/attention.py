@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mok.config import ModelConfig
 from mok.model.linear import linear
-from mok.model.norm import rms_norm_backward, rms_normed
+from mok.model.norm import rms_norm_backward, rms_normed, weight_gradient
 
 __all__ = ["Attention", "Rotary"]
 
@@ -64,14 +64,14 @@ class Rotary:
 def _sdpa(q_BSAD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> Tensor:
     """Causal attention, [B, S, A, D] in and out.
 
-    On a GPU only kernels whose backward repeats bit for bit are allowed: FlashAttention (which honours
-    `torch.use_deterministic_algorithms`) and the composed one.
+    On a GPU only the composed kernel is allowed, whose backward repeats bit for bit; what FlashAttention can do does not come
+    here.
     """
     q, k, v = q_BSAD.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     if not q.is_cuda:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
-    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+    with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 
@@ -139,6 +139,69 @@ class _Heads(torch.autograd.Function):
         return dheads_BSXD, dw_q, dw_k, None, None, None, None
 
 
+class _HeadsOnGpu(torch.autograd.Function):
+    """`_Heads` with one kernel each way for the norms and the rotation, and FlashAttention, whose backward repeats bit for bit
+    under `torch.use_deterministic_algorithms`.
+
+    FlashAttention's two operations are called by themselves: a graph inside this function, as `_Heads` has one, would stay in
+    memory where blocks are computed again. Keeps what was projected, the reciprocal roots, rotated queries and keys, and the
+    result.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, heads_BSXD: Tensor, w_q: Tensor | None, w_k: Tensor | None, kind: str, num_q: int, eps: float, rotary: Rotary
+    ) -> Tensor:
+        from mok.launch import dense
+
+        num_kv = (heads_BSXD.shape[2] - num_q) // 2
+        parts = dense.Heads(0, num_q, kind), dense.Heads(num_q, num_kv, kind)
+        qk_BSXD = heads_BSXD.new_empty(*heads_BSXD.shape[:2], num_q + num_kv, heads_BSXD.shape[3])
+        rstds = [
+            dense.norm_and_rotate(heads_BSXD, part, weight, rotary.cos_SXr, rotary.sin_SXr, eps, qk_BSXD)
+            for part, weight in zip(parts, (w_q, w_k), strict=True)
+        ]
+        q, k, v = _flash_operands(qk_BSXD, heads_BSXD, num_q)
+        out, lse, *rest = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)
+        ctx.save_for_backward(heads_BSXD, w_q, w_k, qk_BSXD, out, lse, *rstds, *(x for x in rest[:-1] if isinstance(x, Tensor)))
+        ctx.parameters, ctx.parts, ctx.rotary, ctx.lengths = (w_q, w_k), parts, rotary, rest[2:4]
+        return out.transpose(1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_BSAD: Tensor) -> tuple[Tensor | None, ...]:
+        from mok.launch import dense
+
+        heads_BSXD, w_q, w_k, qk_BSXD, out, lse, *rest = ctx.saved_tensors
+        rstds, (starts_q, starts_k, seed, offset) = rest[:2], rest[2:]
+        operands = _flash_operands(qk_BSXD, heads_BSXD, ctx.parts[0].count)
+        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            dout_BSAD.transpose(1, 2), *operands, out, lse, starts_q, starts_k, *ctx.lengths, 0.0, True, seed, offset
+        )
+        dheads_BSXD = torch.empty_like(heads_BSXD)
+        dheads_BSXD[:, :, qk_BSXD.shape[2] :] = dv.transpose(1, 2)
+        found = []
+        cos, sin = ctx.rotary.cos_SXr, ctx.rotary.sin_SXr
+        for d, part, weight, parameter, rstd in zip((dq, dk), ctx.parts, (w_q, w_k), ctx.parameters, rstds, strict=True):
+            slices = parameter.grad_sink.num_slices if hasattr(parameter, "grad_sink") else 1
+            dy = d.transpose(1, 2).contiguous()
+            dw_CX = dense.norm_and_rotate_backward(dy, heads_BSXD, part, weight, cos, sin, rstd, dheads_BSXD, slices)
+            found.append(None if dw_CX is None else weight_gradient(parameter, dw_CX))
+        return dheads_BSXD, found[0], found[1], None, None, None, None
+
+
+def _flash_operands(qk_BSXD: Tensor, heads_BSXD: Tensor, num_q: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as FlashAttention wants them, [B, heads, S, D], without a copy."""
+    parts = qk_BSXD[:, :, :num_q], qk_BSXD[:, :, num_q:], heads_BSXD[:, :, qk_BSXD.shape[2] :]
+    q, k, v = (part.transpose(1, 2) for part in parts)
+    return q, k, v
+
+
+def _has_flash(heads_BSXD: Tensor) -> bool:
+    dim = heads_BSXD.shape[-1]
+    return heads_BSXD.is_cuda and heads_BSXD.dtype in (torch.bfloat16, torch.float16) and dim % 8 == 0 and dim <= 256
+
+
 def _groups(qk_BSXD: Tensor, kind: str, num_q: int) -> list[Tensor]:
     """What is normalised together, as last dim: each head, or the queries and the keys as wholes."""
     return [qk_BSXD] if kind == "head" else [qk_BSXD[:, :, :num_q].flatten(2), qk_BSXD[:, :, num_q:].flatten(2)]
@@ -189,7 +252,8 @@ class Attention(nn.Module):
         """[T, H] to [T, H]; the T tokens are `batch` sequences one after the other."""
         config = self.config
         heads_BSXD = linear(x_TH, self.w_qkv, self.b_qkv).view(batch, x_TH.shape[0] // batch, -1, config.head_dim)
-        out_BSAD = _Heads.apply(
+        attend = _HeadsOnGpu if _has_flash(heads_BSXD) else _Heads
+        out_BSAD = attend.apply(
             heads_BSXD, self.w_q_norm, self.w_k_norm, config.qk_norm, config.num_heads, config.norm_eps, rotary
         )
         return linear(out_BSAD.reshape(x_TH.shape[0], -1), self.w_o)

@@ -1,7 +1,8 @@
 """The output head and the cross-entropy on it, forward and backward in one pass over the logits.
 
 Owns the language-model loss: log-softmax in fp32, ignored targets, padding columns of the vocabulary, and the gradients of the
-head's input and weight. No autograd graph is built: the trainer feeds `dhidden` to the backward of the decoder itself.
+head's input and weight. No autograd graph is built: the trainer feeds `dhidden` to the backward of the decoder itself. On a
+GPU one kernel reads the logits and writes their gradient over them (`mok/launch/dense.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mok.model.linear import matmul_rows
+from mok.model.norm import has_kernels
 
 __all__ = ["IGNORED", "head_loss", "head_loss_and_gradient"]
 
@@ -34,6 +36,10 @@ def _token_losses(logits_TV: Tensor, sums_T1: Tensor, targets_T: Tensor) -> Tens
 @torch.no_grad()
 def head_loss(hidden_TH: Tensor, w_VH: Tensor, vocab_size: int, targets_T: Tensor) -> Tensor:
     """Cross-entropy of each token, fp32 [T]; 0 where the target is ignored. See `head_loss_and_gradient`."""
+    if has_kernels(hidden_TH):
+        from mok.launch.dense import cross_entropy
+
+        return cross_entropy(matmul_rows(hidden_TH, w_VH.t()), vocab_size, targets_T, IGNORED, None)
     logits_TV = _shifted_logits(hidden_TH, w_VH, vocab_size)
     return _token_losses(logits_TV, logits_TV.exp().sum(-1, keepdim=True), targets_T)
 
@@ -48,6 +54,27 @@ def head_loss_and_gradient(
     targets_T: int64, `IGNORED` for none. Returns (fp32 [T], dhidden_TH, dw_VH or None). A weight with a `grad_sink` gives its
     gradient there, slice by slice; a frozen one gives none.
     """
+    if has_kernels(hidden_TH):
+        from mok.launch.dense import cross_entropy
+
+        dlogits_TV = matmul_rows(hidden_TH, w_VH.t())
+        losses_T = cross_entropy(dlogits_TV, vocab_size, targets_T, IGNORED, scale)
+    else:
+        losses_T, dlogits_TV = _losses_and_gradient(hidden_TH, w_VH, vocab_size, targets_T, scale)
+    dw_VH = None
+    if w_VH.requires_grad:
+        sink = getattr(w_VH, "grad_sink", None)
+        if sink is None:
+            dw_VH = dlogits_TV.t() @ hidden_TH
+        else:
+            sink.product(dlogits_TV, hidden_TH)
+    return losses_T, matmul_rows(dlogits_TV, w_VH), dw_VH
+
+
+def _losses_and_gradient(
+    hidden_TH: Tensor, w_VH: Tensor, vocab_size: int, targets_T: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The loss of each token, fp32 [T], and the gradient of the logits, [T, V] in the dtype of `hidden_TH`."""
     logits_TV = _shifted_logits(hidden_TH, w_VH, vocab_size)
     safe_T1 = targets_T.clamp(min=0).unsqueeze(1)
     chosen_T1 = logits_TV.gather(1, safe_T1)
@@ -59,12 +86,4 @@ def head_loss_and_gradient(
     dlogits_TV = probabilities_TV.mul_(scale_T1 / sums_T1)
     # One target per token, so each place is written once and the order of writes does not matter.
     dlogits_TV.scatter_(1, safe_T1, dlogits_TV.gather(1, safe_T1).sub_(scale_T1))
-    dlogits_TV = dlogits_TV.to(hidden_TH.dtype)
-    dw_VH = None
-    if w_VH.requires_grad:
-        sink = getattr(w_VH, "grad_sink", None)
-        if sink is None:
-            dw_VH = dlogits_TV.t() @ hidden_TH
-        else:
-            sink.product(dlogits_TV, hidden_TH)
-    return losses_T1.squeeze(1), matmul_rows(dlogits_TV, w_VH), dw_VH
+    return losses_T1.squeeze(1), dlogits_TV.to(hidden_TH.dtype)

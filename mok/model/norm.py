@@ -1,7 +1,8 @@
 """RMSNorm with an explicit backward: fp32 inside, rounded to the input's dtype, then times the weight.
 
 Owns the formula and its derivative as plain functions (attention normalises heads with them too) and the module of the
-residual stream. See `mok/model/attention.py` for the other user.
+residual stream. On a GPU one kernel each way does the same (`mok/launch/dense.py`). See `mok/model/attention.py` for the other
+user.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["RMSNorm", "rms_norm", "rms_norm_backward", "rms_normed"]
+__all__ = ["RMSNorm", "has_kernels", "rms_norm", "rms_norm_backward", "rms_normed", "weight_gradient"]
 
 
 def rms_normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -59,9 +60,46 @@ class _RMSNorm(torch.autograd.Function):
         return dx_TH.to(dy_TH.dtype), dw_H, None
 
 
+class _OnGpu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
+        from mok.launch import dense
+
+        y_TH, rstd_T = dense.rms_norm(x_TH, w_H, eps)
+        ctx.save_for_backward(x_TH, rstd_T, w_H)
+        ctx.parameter = w_H
+        return y_TH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        from mok.launch import dense
+
+        x_TH, rstd_T, w_H = ctx.saved_tensors
+        sink = getattr(ctx.parameter, "grad_sink", None)
+        dx_TH, dw_CH = dense.rms_norm_backward(dy_TH, x_TH, rstd_T, w_H, sink.num_slices if sink else 1)
+        return dx_TH, weight_gradient(ctx.parameter, dw_CH), None
+
+
+def has_kernels(x: Tensor) -> bool:
+    """Whether the kernels of `mok/launch/dense.py` compute on x; the plain functions also know fp64 and CPUs."""
+    return x.is_cuda and x.dtype != torch.float64
+
+
+def weight_gradient(weight: Tensor, per_slice: Tensor) -> Tensor | None:
+    """Hand fp32 gradients [slices, *shape] to the weight's sink; without one, what autograd is to put into `.grad`."""
+    sink = getattr(weight, "grad_sink", None)
+    if not weight.requires_grad:
+        return None
+    if sink is None:
+        return per_slice.sum(0).to(weight.dtype)
+    sink.add(per_slice)
+    return None
+
+
 def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
     """w * (x / sqrt(mean(x^2) + eps)) for each row of [T, H]."""
-    return _RMSNorm.apply(x_TH, w_H, eps)
+    return (_OnGpu if has_kernels(x_TH) else _RMSNorm).apply(x_TH, w_H, eps)
 
 
 class RMSNorm(nn.Module):

@@ -188,6 +188,9 @@ class _RouterLinear(torch.autograd.Function):
     def forward(ctx: Any, x_TH: Tensor, w_EH: Tensor) -> Tensor:
         ctx.save_for_backward(x_TH, w_EH)
         ctx.parameter = w_EH
+        if x_TH.is_cuda and x_TH.dtype == w_EH.dtype == torch.bfloat16 and w_EH.shape[0] % GEMM_MULTIPLE == 0:
+            # Products of bf16 are exact in fp32, and the tensor cores add them there.
+            return torch.mm(x_TH, w_EH.t(), out_dtype=torch.float32)
         rows, columns, inner = -x_TH.shape[0] % GEMM_MULTIPLE, -w_EH.shape[0] % GEMM_MULTIPLE, -x_TH.shape[1] % GEMM_MULTIPLE
         x = F.pad(_wide(x_TH), (0, inner, 0, rows)) if rows or inner else _wide(x_TH)
         w = F.pad(_wide(w_EH), (0, inner, 0, columns)) if columns or inner else _wide(w_EH)

@@ -34,6 +34,7 @@ from mok.determinism.trace import Recorder
 from mok.errors import CheckpointError, Interrupted, NonFiniteError, UsageError
 from mok.hf_import import HfWeights, config_folder
 from mok.train.batches import Batches
+from mok.train.device import prepare_device
 from mok.train.memory import keep_freed_memory
 from mok.train.ranks import Ranks
 from mok.train.run_folder import Start, finite
@@ -67,8 +68,7 @@ class Run:
         if self.recipe.train.threads:
             torch.set_num_threads(self.recipe.train.threads)
         keep_freed_memory()
-        if device.type == "cuda":
-            torch.use_deterministic_algorithms(True)
+        prepare_device(device)
         if self.first_rank:
             self.folder.prepare(start, self._environment())
         self._log_to_file()

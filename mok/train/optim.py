@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
@@ -26,8 +26,8 @@ __all__ = ["MOMENT_DTYPES", "AdamW", "ParameterGroup", "gradient_norm", "tensor_
 
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-CHUNK = {"cpu": 1 << 16, "cuda": 1 << 26}
-"""Elements worked on at once: on the CPU the six operands of a chunk stay in a core's cache, on a GPU few launches count."""
+CHUNK = 1 << 16
+"""Elements that a CPU works on at once: the six operands of a chunk stay in a core's cache."""
 
 
 @dataclass
@@ -68,50 +68,90 @@ class AdamW:
     def step(self, step: int, lr: float, scale: float) -> None:
         """Update number `step` (from 1, for the bias corrections) with gradients multiplied by `scale`."""
         for group in self.groups:
-            chunk = CHUNK[group.master.device.type]
-            size = min(chunk, group.bank.numel)
-            buffers = torch.empty(3, size, device=group.master.device)
-            for start in range(0, group.bank.numel, chunk):
-                self._update(group, slice(start, min(start + chunk, group.bank.numel)), buffers, step, lr, scale)
+            factors = _factors(self.config, group.weight_decay, step, lr, scale)
+            if group.master.is_cuda:
+                _update_in_one_pass(group, factors)
+            else:
+                _update_by_chunks(group, factors)
 
-    def _update(self, group: ParameterGroup, part: slice, buffers: Tensor, step: int, lr: float, scale: float) -> None:
-        """Rows of `buffers` are scratch. Products and sums are separate operations on purpose: `addcmul` and `lerp` round
-        once where the vector unit is used and twice at the end of a tensor, so the place of a cut would show."""
-        config = self.config
-        correction = math.sqrt(1.0 - config.beta2**step)
+
+@dataclass(frozen=True)
+class _Factors:
+    """The numbers of one update: m = beta1 m + grad_to_avg g, v = beta2 v + (grad_to_root g)^2,
+    w = keep w - rate m / (sqrt(v) + epsilon)."""
+
+    beta1: float
+    grad_to_avg: float
+    beta2: float
+    grad_to_root: float
+    epsilon: float
+    rate: float
+    keep: float
+
+
+def _factors(config: OptimConfig, weight_decay: float, step: int, lr: float, scale: float) -> _Factors:
+    correction = math.sqrt(1.0 - config.beta2**step)
+    return _Factors(
+        beta1=config.beta1,
+        grad_to_avg=(1.0 - config.beta1) * scale,
+        beta2=config.beta2,
+        grad_to_root=math.sqrt(1.0 - config.beta2) * scale,
+        epsilon=config.eps * correction,
+        rate=lr * correction / (1.0 - config.beta1**step),
+        keep=1.0 - lr * weight_decay,
+    )
+
+
+def _update_in_one_pass(group: ParameterGroup, factors: _Factors) -> None:
+    """On a GPU: the same operations element by element, in one kernel."""
+    from mok.launch.optimizer import adamw
+
+    apart = None if group.weights is group.master else group.weights
+    adamw(apart, group.master, group.exp_avg, group.exp_avg_sq, group.grads, **asdict(factors))
+
+
+def _update_by_chunks(group: ParameterGroup, factors: _Factors) -> None:
+    """On a CPU: chunk by chunk. Products and sums are separate operations on purpose: `addcmul` and `lerp` round once where the
+    vector unit is used and twice at the end of a tensor, so the place of a cut would show."""
+    buffers = torch.empty(3, min(CHUNK, group.bank.numel))
+    for start in range(0, group.bank.numel, CHUNK):
+        part = slice(start, min(start + CHUNK, group.bank.numel))
         other, wide_m, wide_v = buffers[:, : part.stop - part.start]
         grad, m, v, master = group.grads[part], group.exp_avg[part], group.exp_avg_sq[part], group.master[part]
         exact = m.dtype == torch.float32
         first, second = (m, v) if exact else (wide_m.copy_(m), wide_v.copy_(v))
-        first.mul_(config.beta1).add_(torch.mul(grad, (1.0 - config.beta1) * scale, out=other))
-        torch.mul(grad, math.sqrt(1.0 - config.beta2) * scale, out=other)
-        second.mul_(config.beta2).add_(other.mul_(other))
+        first.mul_(factors.beta1).add_(torch.mul(grad, factors.grad_to_avg, out=other))
+        torch.mul(grad, factors.grad_to_root, out=other)
+        second.mul_(factors.beta2).add_(other.mul_(other))
         if not exact:
             m.copy_(first)
             v.copy_(second)
-        torch.sqrt(second, out=other).add_(config.eps * correction)
-        torch.div(first, other, out=other).mul_(lr * correction / (1.0 - config.beta1**step))
-        if group.weight_decay:
-            master.mul_(1.0 - lr * group.weight_decay)
+        torch.sqrt(second, out=other).add_(factors.epsilon)
+        torch.div(first, other, out=other).mul_(factors.rate)
+        if factors.keep != 1.0:
+            master.mul_(factors.keep)
         master.sub_(other)
         if group.weights is not group.master:
             group.weights[part].copy_(master)
 
 
-def block_sums(values: Tensor) -> Tensor:
-    """Sums of consecutive `ALIGNMENT` elements: [n] to [n / ALIGNMENT]."""
-    return values.view(-1, ALIGNMENT).sum(-1)
+def _block_square_sums(flat: Tensor) -> Tensor:
+    """Sums of squares of consecutive `ALIGNMENT` elements: [n] to [n / ALIGNMENT]."""
+    if flat.is_cuda:
+        from mok.launch.optimizer import square_sums
+
+        return square_sums(flat, ALIGNMENT)
+    squares = [flat[start : start + CHUNK].square().view(-1, ALIGNMENT).sum(-1) for start in range(0, flat.numel(), CHUNK)]
+    return torch.cat(squares) if squares else flat.new_zeros(0)
 
 
-def tensor_square_sums(flat: Tensor, bank: Bank, matrices: Sequence[int]) -> list[float]:
-    """Sum of squares of every logical tensor of a bank, in its order.
+def tensor_square_sums(flat: Tensor, bank: Bank, matrices: Sequence[int]) -> Tensor:
+    """Sum of squares of every logical tensor of a bank, in its order: fp32, one dim.
 
     matrices: for each parameter, how many logical tensors of equal size it stacks on its leading dims (experts).
     Each sum is made of fixed blocks of that tensor alone, so it is the same wherever the tensor lives.
     """
-    chunk = CHUNK[flat.device.type]
-    squares = [block_sums(flat[start : start + chunk].square()) for start in range(0, bank.numel, chunk)]
-    blocks = torch.cat(squares) if squares else flat.new_zeros(0)
+    blocks = _block_square_sums(flat)
     sums = []
     for start, parameter, count in zip(bank.starts, bank.parameters, matrices, strict=True):
         first = start // ALIGNMENT
@@ -120,7 +160,7 @@ def tensor_square_sums(flat: Tensor, bank: Bank, matrices: Sequence[int]) -> lis
         while part.shape[1] > ALIGNMENT:
             part = torch.nn.functional.pad(part, (0, -part.shape[1] % ALIGNMENT)).view(count, -1, ALIGNMENT).sum(-1)
         sums.append(part.sum(-1))
-    return torch.cat(sums).tolist() if sums else []
+    return torch.cat(sums) if sums else flat.new_zeros(0)
 
 
 def gradient_norm(square_sums: Sequence[float]) -> float:

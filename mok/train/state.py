@@ -84,13 +84,13 @@ class TrainState:
 
     def square_sums(self) -> list[float]:
         """Sum of squares of every logical gradient of the model, each once, whichever ranks hold it."""
-        experts_from = len(self._dense_banks)
-        sums = [
+        parts = [
             tensor_square_sums(group.grads, group.bank, [self._stacked[id(p)] for p in group.bank.parameters])
             for group in self.optimizer.groups
         ]
-        dense = [value for part in sums[:experts_from] for value in part]
-        experts = [value for part in sums[experts_from:] for value in part]
+        sums: list[float] = torch.cat(parts).tolist()  # the only time that the host waits for a device
+        experts_from = sum(part.numel() for part in parts[: len(self._dense_banks)])
+        dense, experts = sums[:experts_from], sums[experts_from:]
         # Replicas hold the same experts: the first replica speaks for all.
         members = self.ranks.gather(experts)[: self.ranks.layout.ep]
         return dense + [value for member in members for value in member]

@@ -18,6 +18,7 @@ from mok.errors import NonFiniteError
 from mok.grid import Call
 from mok.launch.status import check_status
 from mok.model.loss import IGNORED, head_loss, head_loss_and_gradient
+from mok.model.router import Router
 from mok.train.batches import Batches
 from mok.train.optim import gradient_norm
 from mok.train.schedules import learning_rate
@@ -133,8 +134,7 @@ def train_step(state: TrainState, batches: Batches, observer: Observer | None = 
     check_status(sums.losses[-1].device)
     if observer is not None:
         observer.reduced(state.gradients(), report)
-    for layer in model.moe_layers:
-        layer.router.raise_for_bad_rows()
+    _raise_for_bad_rows([layer.router for layer in model.moe_layers])
     if not math.isfinite(report.loss) or not math.isfinite(report.grad_norm):
         what = "loss" if not math.isfinite(report.loss) else "gradient norm"
         raise NonFiniteError(f"the {what} is not finite; nothing was updated; lower optim.lr, or look at the saved batch")
@@ -151,7 +151,17 @@ def train_step(state: TrainState, batches: Batches, observer: Observer | None = 
     return report
 
 
+def _raise_for_bad_rows(routers: list[Router]) -> None:
+    """NonFiniteError where a router saw logits that are not finite; waits for the device once."""
+    bad = torch.stack([router.num_bad_rows for router in routers]).tolist() if routers else []
+    for router, rows in zip(routers, bad, strict=True):
+        if rows:
+            router.raise_for_bad_rows()
+
+
 def _report(state: TrainState, sums: _Sums, tokens: int, lr: float) -> StepReport:
+    # First, so that a device still has its kernels queued when the host begins to wait for the rest.
+    square_sums = state.square_sums()
     mine = {
         "losses": torch.cat(sums.losses).tolist(),
         "balance": torch.cat(sums.balance, 1).flatten().tolist() if sums.balance else [],
@@ -168,7 +178,7 @@ def _report(state: TrainState, sums: _Sums, tokens: int, lr: float) -> StepRepor
         loss=_exact_sum(rank["losses"] for rank in every) / tokens,
         balance_loss=_exact_sum(rank["balance"] for rank in every) / terms if terms else None,
         z_loss=_exact_sum(rank["z"] for rank in every) / terms if terms else None,
-        grad_norm=gradient_norm(state.square_sums()),
+        grad_norm=gradient_norm(square_sums),
         lr=lr,
         tokens=tokens,
         counts_LE=tuple(counts),

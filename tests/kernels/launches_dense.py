@@ -1,0 +1,30 @@
+"""Every launch of `mok/launch/dense.py` and `mok/launch/optimizer.py` once, on small CPU tensors, for `cross_compile`."""
+
+from __future__ import annotations
+
+import torch
+
+from mok.launch import dense, optimizer
+
+TOKENS, HIDDEN, HEADS, DIM, VOCABULARY = 64, 2048, 16, 128, 50304
+
+
+def launch_all(arch: int) -> None:
+    x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    y, rstd = dense.rms_norm(x, x[0], 1e-5)
+    dense.rms_norm_backward(y, x, rstd, x[0], 1)
+    heads = torch.zeros(1, TOKENS, 3 * HEADS, DIM, dtype=torch.bfloat16)
+    turned, table = heads[:, :, : 2 * HEADS].contiguous(), heads[0, :, : 2 * HEADS].contiguous()
+    for kind, weight in (("full", x[0]), ("head", x[0, :DIM])):
+        part = dense.Heads(0, HEADS, kind)
+        rstd = dense.norm_and_rotate(heads, part, weight, table, table, 1e-5, turned)
+        dy = turned[:, :, :HEADS].contiguous()
+        dense.norm_and_rotate_backward(dy, heads, part, weight, table, table, rstd, heads, 1)
+    logits, targets = torch.zeros(TOKENS, VOCABULARY, dtype=torch.bfloat16), torch.zeros(TOKENS, dtype=torch.int64)
+    for scale in (None, 0.5):
+        dense.cross_entropy(logits, VOCABULARY, targets, -100, scale)
+    flat, moments = torch.zeros(2, 1 << 16), torch.zeros(3, 1 << 16, dtype=torch.bfloat16)
+    numbers = dict.fromkeys(("beta1", "grad_to_avg", "beta2", "grad_to_root", "epsilon", "rate"), 0.5)
+    for weights, keep in ((moments[2], 0.9), (None, 1.0)):
+        optimizer.adamw(weights, flat[0], moments[0], moments[1], flat[1], **numbers, keep=keep)
+    optimizer.square_sums(flat[0], 256)
