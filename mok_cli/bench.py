@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from mok.errors import UsageError
 from mok_cli.bench_layer import layer
 from mok_cli.output import Output, examples, json_option
 
@@ -20,36 +21,58 @@ def bench() -> None:
 @click.option("--against", default="", metavar="NAME,...", help="Peers to time in the same run: hf.")
 @click.option("--rounds", type=click.IntRange(min=2), default=8, show_default=True, help="Turns of each contestant.")
 @click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Steps of a turn.")
+@click.option("--tokens", type=click.IntRange(min=1), help="Tokens of a step; by default the recipe's.")
 @click.option("--check/--no-check", default=True, show_default=True, help="Compare losses and gradients before timing.")
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @json_option
-def train(shape: str, against: str, rounds: int, steps: int, check: bool, output: Output) -> None:
+def train(
+    shape: str, against: str, rounds: int, steps: int, tokens: int | None, check: bool, device: str, output: Output
+) -> None:
     """Whole training steps on random tokens: forward, backward, clipping, optimizer.
 
-    No balance loss on either side, the same initial weights, the same tokens. "mok, one slice" is mok without the ordered sums
-    that make other layouts give the same bits.
+    No balance loss on either side, the same initial weights, the same tokens, blocks computed again on both sides or on none.
+    "mok, one slice" is mok without the ordered sums that make other layouts give the same bits.
     """
     import dataclasses
 
     from mok import shapes
     from mok.bench.train import bench_train
     from mok.recipe import load
+    from mok.train.device import choose_device
 
     same = ["moe.balance_loss=0", "moe.z_loss=0", "optim.schedule=constant", "optim.warmup_steps=0", "train.threads=0"]
     recipe = load(shape, same)
-    peers = [name for name in against.split(",") if name]
-    report = bench_train(recipe, peers, vocab_size=shapes.vocabulary(recipe), rounds=rounds, steps=steps, check=check)
-    output.line(f"{'':<16}{'ms/step':>9}{'spread':>8}{'tok/s':>9}{'MiB':>7}{'repeats':>9}{'error':>9}")
+    if tokens is not None:
+        sequences, rest = divmod(tokens, recipe.train.sequence_length)
+        if rest:
+            raise UsageError(
+                f"--tokens {tokens}: not whole sequences of {recipe.train.sequence_length}; use a multiple of that"
+            )
+        recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, batch_size=sequences))
+    report = bench_train(
+        recipe,
+        [name for name in against.split(",") if name],
+        vocab_size=shapes.vocabulary(recipe),
+        rounds=rounds,
+        steps=steps,
+        check=check,
+        device=choose_device(device),
+    )
+    output.line(f"{'':<16}{'ms/step':>9}{'spread':>8}{'tok/s':>9}{'dense':>7}{'MiB':>8}{'repeats':>9}{'error':>9}")
     for row in report.rows:
         error = "" if row.relative_error is None else f"{row.relative_error:.0e}"
         repeats = "yes" if row.bitwise_repeatable else "NO"
         output.line(
             f"{row.name:<16}{row.median_ms:>9.1f}{row.spread_ms:>8.1f}{row.tokens_per_s:>9,.0f}"
-            f"{row.peak_bytes / 2**20:>7,.0f}{repeats:>9}{error:>9}"
+            f"{row.fraction_of_dense:>7.2f}{row.peak_bytes / 2**20:>8,.0f}{repeats:>9}{error:>9}"
         )
     first = report.rows[0]
     for name, ratio in first.ratio_to.items():
         output.line(f"mok is {ratio:.2f} times as fast as {name}")
-    output.line(f"medians of {rounds * steps} steps, quartile spread, {report.environment['threads']} threads")
+    output.line(
+        f"medians of {rounds * steps} steps, quartile spread, {report.environment['threads']} threads; a dense product ran at "
+        f"{report.environment['dense_tflops']:.3g} TFLOP/s, of which a step's model operations are the share under dense"
+    )
     output.report({"rows": [dataclasses.asdict(row) for row in report.rows], "environment": report.environment})
 
 

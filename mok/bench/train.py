@@ -1,17 +1,21 @@
 """Training steps per second, ours beside others' on the same shapes, weights and tokens.
 
-Each contestant lives in a process of its own, so that memory can be told apart, and they take turns of a few steps, so that a
-slow minute of the machine hits all. Losses and gradient norms of the first steps are compared before anything is timed.
-Knows nothing of the command line. Read next: `mok/bench/peers/hf.py`.
+Each contestant lives in a process of its own, so that memory can be told apart. On a CPU they take turns of a few steps, so
+that a slow minute of the machine hits all; a GPU has room for one at a time, so there they follow one another. Losses and
+gradient norms of a contestant's first steps are compared with mok's before it is timed. Knows nothing of the command line.
+Read next: `mok/bench/peers/hf.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import multiprocessing
 import resource
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -20,13 +24,14 @@ import torch
 from torch import Tensor
 
 from mok import shapes
-from mok.checkpoint import state_sha256, tensor_checksums
 from mok.config import DistributedConfig, Recipe
+from mok.determinism.digest import Digester
 from mok.determinism.fingerprint import fingerprint
 from mok.errors import CheckFailed, UsageError
 from mok.grid import Grid, Layout
 from mok.model.transformer import DTYPES
 from mok.train.batches import Batches
+from mok.train.device import prepare_device
 from mok.train.memory import keep_freed_memory
 from mok.train.ranks import OneRank
 from mok.train.state import TrainState
@@ -35,8 +40,9 @@ from mok.train.step import train_step
 __all__ = ["Contestant", "Row", "TrainReport", "bench_train"]
 
 CHECK_STEPS = 3
-TOLERANCE = 1e-4
-"""Relative difference of loss or gradient norm that a peer may show in the first steps; fp32 on both sides gives about 1e-6."""
+TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
+"""Relative difference of loss or gradient norm that a peer may show in the first steps; fp32 on both sides gives about 1e-6. In
+bf16 a near-tie between two experts goes either way, and a peer that steps bf16 weights without a master copy loses digits."""
 
 
 class Contestant(Protocol):
@@ -77,6 +83,7 @@ class TrainReport:
 class _Mok:
     def __init__(self, recipe: Recipe, vocab_size: int, device: torch.device) -> None:
         keep_freed_memory()
+        prepare_device(device)
         grid = Grid.of(recipe)
         self._state = TrainState(recipe, vocab_size, OneRank(Layout(grid)), device)
         self._batches = _Given(grid)
@@ -87,7 +94,7 @@ class _Mok:
         return report.loss, report.grad_norm
 
     def tensors(self) -> dict[str, Tensor]:
-        return self._state.tensors()
+        return dict(self._state.model.named_tensors())
 
 
 class _Given(Batches):
@@ -104,7 +111,9 @@ class _Given(Batches):
         return self.inputs[rows], self.targets[rows]
 
 
-def bench_train(recipe: Recipe, against: list[str], *, vocab_size: int, rounds: int, steps: int, check: bool) -> TrainReport:
+def bench_train(
+    recipe: Recipe, against: list[str], *, vocab_size: int, rounds: int, steps: int, check: bool, device: torch.device
+) -> TrainReport:
     """Time `rounds` turns of `steps` steps of mok on `recipe`'s grid, of mok with one slice a step, and of each peer.
 
     Raises UsageError for a peer that is not known or installed, CheckFailed where a peer computes something else.
@@ -112,75 +121,123 @@ def bench_train(recipe: Recipe, against: list[str], *, vocab_size: int, rounds: 
     unknown = [name for name in against if name != "hf"]
     if unknown:
         raise UsageError(f"--against {unknown[0]}: mok bench train knows hf")
-    one_slice = dataclasses.replace(recipe, distributed=DistributedConfig())
-    lineup = [("mok", "mok", recipe), ("mok, one slice", "mok", one_slice), *((name, name, recipe) for name in against)]
-    context = multiprocessing.get_context("spawn")
-    workers: list[tuple[str, Connection, Any]] = []
-    try:
+    lineup = [("mok", "mok", recipe)]
+    if Grid.of(recipe).num_slices > 1:
+        lineup.append(("mok, one slice", "mok", dataclasses.replace(recipe, distributed=DistributedConfig())))
+    lineup += [(name, name, recipe) for name in against]
+    measured = _Measurement(recipe, vocab_size, rounds, steps, check)
+    if device.type == "cpu":
+        with ExitStack() as lives:
+            measured.take([(name, lives.enter_context(_life(kind, r, vocab_size, device))) for name, kind, r in lineup])
+    else:
         for name, kind, chosen in lineup:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, kind, chosen, vocab_size), daemon=True)
-            process.start()
-            workers.append((name, ours, process))
-        return _measure(recipe, vocab_size, workers, rounds, steps, check)
+            with _life(kind, chosen, vocab_size, device) as pipe:
+                measured.take([(name, pipe)])
+    return measured.report()
+
+
+@contextmanager
+def _life(kind: str, recipe: Recipe, vocab_size: int, device: torch.device) -> Iterator[Connection]:
+    """The process of a contestant, as the pipe that asks it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, kind, recipe, vocab_size, device), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
     finally:
-        for _, pipe, process in workers:
-            pipe.close()
-            process.terminate()
-            process.join()
+        ours.close()
+        process.terminate()
+        process.join()
 
 
-def _measure(
-    recipe: Recipe, vocab_size: int, workers: list[tuple[str, Connection, Any]], rounds: int, steps: int, check: bool
-) -> TrainReport:
-    starts = {name: _ask(name, pipe, "check") for name, pipe, _ in workers}
-    reference = starts["mok"]["values"]
-    errors = {}
-    for name, found in starts.items():
-        pairs = zip(found["values"], reference, strict=True)
-        errors[name] = max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
-        if check and not errors[name] <= TOLERANCE:
-            raise CheckFailed(f"{name}: losses and gradient norms differ by {errors[name]:.1e} from mok's; nothing was timed")
-    dense_flops = _ask("mok", workers[0][1], "dense")
-    times: dict[str, list[float]] = {name: [] for name, _, _ in workers}
-    for turn in range(rounds + 1):
-        for name, pipe, _ in workers:
-            seconds = _ask(name, pipe, steps)
-            if turn:  # the first turn warms up
-                times[name] += seconds
-    tokens = recipe.train.batch_size * recipe.train.sequence_length
-    flops = shapes.flops_per_token(recipe, vocab_size) * tokens
-    rows = []
-    for name, pipe, _ in workers:
-        median = statistics.median(times[name])
-        quarters = statistics.quantiles(times[name], n=4)
-        rows.append(
-            Row(
-                name=name,
-                median_ms=median * 1e3,
-                spread_ms=(quarters[2] - quarters[0]) * 1e3,
-                tokens_per_s=tokens / median,
-                tflops=flops / median / 1e12,
-                fraction_of_dense=flops / median / dense_flops,
-                peak_bytes=_ask(name, pipe, "peak"),
-                bitwise_repeatable=starts[name]["repeatable"],
-                relative_error=errors[name] if name != "mok" else None,
+@dataclass
+class _Measurement:
+    """What contestants answered; those that are taken together take turns."""
+
+    recipe: Recipe
+    vocab_size: int
+    rounds: int
+    steps: int
+    check: bool
+    starts: dict[str, Any] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    times: dict[str, list[float]] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    dense_flops: float = 0.0
+
+    def take(self, contestants: list[tuple[str, Connection]]) -> None:
+        for name, pipe in contestants:
+            self.starts[name] = _ask(name, pipe, "check")
+            self.errors[name] = self._difference(name)
+        if "mok" in dict(contestants):
+            self.dense_flops = _ask("mok", contestants[0][1], "dense")
+            self.environment = _ask("mok", contestants[0][1], "environment")
+        for turn in range(self.rounds + 1):
+            for name, pipe in contestants:
+                seconds = _ask(name, pipe, self.steps)
+                if turn:  # the first turn warms up
+                    self.times.setdefault(name, []).extend(seconds)
+        for name, pipe in contestants:
+            self.peaks[name] = _ask(name, pipe, "peak")
+
+    def _difference(self, name: str) -> float:
+        pairs = zip(self.starts[name]["values"], self.starts["mok"]["values"], strict=True)
+        error = max(abs(mine - theirs) / abs(theirs) for mine, theirs in pairs)
+        if self.check and not error <= TOLERANCES[self.recipe.train.dtype]:
+            raise CheckFailed(f"{name}: losses and gradient norms differ by {error:.1e} from mok's; it was not timed")
+        return error
+
+    def report(self) -> TrainReport:
+        tokens = self.recipe.train.batch_size * self.recipe.train.sequence_length
+        flops = shapes.flops_per_token(self.recipe, self.vocab_size) * tokens
+        rows = []
+        for name, seconds in self.times.items():
+            median = statistics.median(seconds)
+            quarters = statistics.quantiles(seconds, n=4)
+            rows.append(
+                Row(
+                    name=name,
+                    median_ms=median * 1e3,
+                    spread_ms=(quarters[2] - quarters[0]) * 1e3,
+                    tokens_per_s=tokens / median,
+                    tflops=flops / median / 1e12,
+                    fraction_of_dense=flops / median / self.dense_flops,
+                    peak_bytes=self.peaks[name],
+                    bitwise_repeatable=self.starts[name]["repeatable"],
+                    relative_error=self.errors[name] if name != "mok" else None,
+                )
             )
-        )
-    for row in rows:
-        row.ratio_to = {other.name: other.median_ms / row.median_ms for other in rows if other is not row}
-    return TrainReport(rows, fingerprint(turns=rounds, steps_per_turn=steps))
+        for row in rows:
+            row.ratio_to = {other.name: other.median_ms / row.median_ms for other in rows if other is not row}
+        facts = {"turns": self.rounds, "steps_per_turn": self.steps, "dense_tflops": self.dense_flops / 1e12}
+        return TrainReport(rows, self.environment | facts)
 
 
-def _dense_flops(dtype: torch.dtype, size: int = 1024) -> float:
-    """Operations per second of a square matrix product."""
-    a, b = torch.randn(2, size, size).to(dtype)
+def _dense_flops(dtype: torch.dtype, device: torch.device) -> float:
+    """Operations per second of a square matrix product that is large for the device."""
+    size = 1024 if device.type == "cpu" else 8192
+    a, b = torch.randn(2, size, size, device=device).to(dtype)
     seconds = []
     for _ in range(12):
         started = time.perf_counter()
         torch.mm(a, b)
+        _wait(device)
         seconds.append(time.perf_counter() - started)
     return 2 * size**3 / statistics.median(seconds[2:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _ask(name: str, pipe: Connection, question: str | int) -> Any:
@@ -194,12 +251,11 @@ def _ask(name: str, pipe: Connection, question: str | int) -> Any:
     return answer
 
 
-def _serve(pipe: Connection, kind: str, recipe: Recipe, vocab_size: int) -> None:
+def _serve(pipe: Connection, kind: str, recipe: Recipe, vocab_size: int, device: torch.device) -> None:
     """The life of a contestant: answer questions until the pipe closes."""
-    device = torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
     shape = (4, recipe.train.batch_size, recipe.train.sequence_length + 1)
-    tokens = torch.randint(0, vocab_size, shape, generator=generator)
+    tokens = torch.randint(0, vocab_size, shape, generator=generator).to(device)
 
     def make() -> Contestant:
         if kind == "mok":
@@ -215,6 +271,7 @@ def _serve(pipe: Connection, kind: str, recipe: Recipe, vocab_size: int) -> None
             batch = tokens[index % len(tokens)]
             started = time.perf_counter()
             values += contestant.step(batch[:, :-1], batch[:, 1:])
+            _wait(device)
             seconds.append(time.perf_counter() - started)
         return values, seconds
 
@@ -228,16 +285,27 @@ def _serve(pipe: Connection, kind: str, recipe: Recipe, vocab_size: int) -> None
             if question == "check":
                 digests = set()
                 for _ in range(2):
+                    contestant = None  # a GPU may have no room for two
+                    gc.collect()
                     contestant = make()
                     values, _ = run(contestant, CHECK_STEPS)
-                    digests.add(state_sha256(tensor_checksums(contestant.tensors())))
+                    digests.add(_digest(contestant.tensors()))
                 pipe.send({"values": values, "repeatable": len(digests) == 1})
             elif question == "dense":
-                pipe.send(_dense_flops(DTYPES[recipe.train.dtype]))
+                pipe.send(_dense_flops(DTYPES[recipe.train.dtype], device))
+            elif question == "environment":
+                pipe.send(fingerprint())
             elif question == "peak":
-                pipe.send(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+                pipe.send(_peak_bytes(device))
             else:
                 assert contestant is not None
                 pipe.send(run(contestant, question)[1])
         except Exception as error:
             pipe.send(error)
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digester = Digester()
+    for name, tensor in tensors.items():
+        digester.add(name, tensor)
+    return str(sorted(digester.finish().items()))

@@ -55,12 +55,12 @@ class Digester:
 
     def __init__(self) -> None:
         self._done: dict[str, str] = {}
-        self._waiting: list[tuple[str, str, torch.Tensor]] = []
+        self._waiting: dict[str, tuple[str, torch.Tensor]] = {}
         self.num_bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Note the bytes that `tensor` has now; later changes to it do not matter. A second tensor of one name is an error."""
-        if name in self._done or any(name == waiting for waiting, _, _ in self._waiting):
+        if name in self._done or name in self._waiting:
             raise ValueError(f"two tensors are called {name!r} in one record; every tensor needs its own name")
         content = bytes_of(tensor)
         self.num_bytes += content.numel()
@@ -70,14 +70,15 @@ class Digester:
             sha.update(content.numpy().data)
             self._done[name] = f"sha256:{sha.hexdigest()}"
         else:
-            self._waiting.append((name, header, mix128(content)))
+            self._waiting[name] = header, mix128(content)
 
     def finish(self) -> dict[str, str]:
         """name -> digest of everything added since the last `finish`."""
         done, waiting = self._done, self._waiting
-        self._done, self._waiting = {}, []
+        self._done, self._waiting = {}, {}
         if waiting:
-            for (name, header, _), sums in zip(waiting, torch.stack([sums for _, _, sums in waiting]).tolist(), strict=True):
+            found = torch.stack([sums for _, sums in waiting.values()]).tolist()
+            for (name, (header, _)), sums in zip(waiting.items(), found, strict=True):
                 words = "".join(f"{word & (1 << 64) - 1:016x}" for word in sums)
                 done[name] = f"mix128:{hashlib.sha256(f'{header}{words}'.encode()).hexdigest()}"
         return done

@@ -43,7 +43,8 @@ class MoE(nn.Module):
 
     backend, recompute, clamp: see `mok.moe`. score ... force_routing: see `mok.model.router.route` and `mok.config.MoEConfig`.
     group: the ranks that share the experts, each with its own tokens; router and shared experts must be equal on all of them.
-    A trainer passes ranks and a transport of its own instead. layer: the index that errors name.
+    A trainer passes ranks and a transport of its own instead. layer: the index that errors name. initialize: whether expert
+    weights get random values, normal with deviation 0.02; without, who made the layer fills them.
 
     Example: y = MoE(128, 256, num_experts=8, top_k=2)(torch.randn(4, 16, 128)).
     """
@@ -75,6 +76,7 @@ class MoE(nn.Module):
         layer: int = 0,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
+        initialize: bool = True,
     ) -> None:
         super().__init__()
         routing = Routing(top_k, score, score_order, normalize_weights, scaling_factor, num_groups, top_groups, force_routing)
@@ -88,15 +90,18 @@ class MoE(nn.Module):
             raise UsageError(f"{num_experts} experts cannot be shared by {ranks} ranks evenly; use a divisor of {num_experts}")
         self.backend, self.options = backend, Options(clamp, recompute, transport)
         local = num_experts // ranks
-        self.w_gate_up = _weight(local, 2, intermediate_size, hidden_size, device=device, dtype=dtype)
-        self.w_down = _weight(local, hidden_size, intermediate_size, device=device, dtype=dtype)
+        self.w_gate_up = _empty(local, 2, intermediate_size, hidden_size, device=device, dtype=dtype)
+        self.w_down = _empty(local, hidden_size, intermediate_size, device=device, dtype=dtype)
         self.w_shared_gate_up = self.w_shared_down = self.w_shared_gate = None
         if num_shared_experts:
             width = num_shared_experts * (shared_intermediate_size or intermediate_size)
-            self.w_shared_gate_up = _weight(2 * width, hidden_size, device=device, dtype=dtype)
-            self.w_shared_down = _weight(hidden_size, width, device=device, dtype=dtype)
+            self.w_shared_gate_up = _empty(2 * width, hidden_size, device=device, dtype=dtype)
+            self.w_shared_down = _empty(hidden_size, width, device=device, dtype=dtype)
             if shared_gate:
-                self.w_shared_gate = _weight(1, hidden_size, device=device, dtype=dtype)
+                self.w_shared_gate = _empty(1, hidden_size, device=device, dtype=dtype)
+        if initialize:  # from torch's global generator, as the router's
+            for weight in self.parameters(recurse=False):
+                nn.init.normal_(weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., H] to [..., H], in the dtype of x, which is that of the parameters."""
@@ -126,8 +131,5 @@ class MoE(nn.Module):
         return y_TH, MoEStats(routes.balance_loss_C, routes.z_loss_C, counts_CE)
 
 
-def _weight(*shape: int, device: torch.device | None, dtype: torch.dtype | None) -> nn.Parameter:
-    """Normal with deviation 0.02, from torch's global generator; a trainer replaces it by numbers of its own."""
-    weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
-    nn.init.normal_(weight, std=0.02)
-    return weight
+def _empty(*shape: int, device: torch.device | None, dtype: torch.dtype | None) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))

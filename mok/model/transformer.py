@@ -8,7 +8,9 @@ function of (seed, name). Knows nothing of optimizers, data or ranks. Read next:
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +109,7 @@ def moe_of(recipe: Recipe, layer: int, group: Group, dtype: torch.dtype, device:
         layer=layer,
         device=device,
         dtype=dtype,
+        initialize=False,
     )
 
 
@@ -241,14 +244,25 @@ def initial_values(model: Decoder, seed: int, std: float) -> Iterator[tuple[Logi
     """(tensor, fp32 value) of every tensor of a fresh model: norms 1, biases 0, matrices normal with deviation `std`.
 
     A value depends on (seed, name, shape) alone: not on the rank that asks, nor on which others are made, nor in what order.
+    torch draws a tensor on one thread, so several are drawn at a time, no more than are about to be asked for.
     """
-    for tensor in model.logical_tensors():
-        shape = tensor.of(tensor.owner).shape
-        if tensor.name.endswith("norm.weight"):
-            yield tensor, torch.ones(shape)
-        elif tensor.name.endswith("bias"):
-            yield tensor, torch.zeros(shape)
-        else:
-            digest = hashlib.sha256(f"{seed}/{tensor.name}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-            yield tensor, torch.empty(shape).normal_(0.0, std, generator=generator)
+    threads = torch.get_num_threads()
+    ahead: deque[tuple[LogicalTensor, Future[Tensor]]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for tensor in model.logical_tensors():
+            ahead.append((tensor, pool.submit(_initial_value, tensor.name, tensor.of(tensor.owner).shape, seed, std)))
+            if len(ahead) > 2 * threads:
+                first, value = ahead.popleft()
+                yield first, value.result()
+        for first, value in ahead:
+            yield first, value.result()
+
+
+def _initial_value(name: str, shape: torch.Size, seed: int, std: float) -> Tensor:
+    if name.endswith("norm.weight"):
+        return torch.ones(shape)
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    return torch.empty(shape).normal_(0.0, std, generator=generator)

@@ -55,9 +55,10 @@ class TrainState:
         else:
             values = ((tensor, weights(tensor.name)) for tensor in self._logical)
         for tensor, value in values:
+            here = value.to(device)
             for kind in ("", "master:"):
                 if (owner := self._owner(kind, tensor)) is not None:
-                    tensor.of(owner).copy_(value)
+                    tensor.of(owner).copy_(here)
         self._keep_frozen_values()
 
     def tensors(self) -> dict[str, Tensor]:

@@ -6,9 +6,10 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
-from mok.bench.train import _measure, bench_train
-from mok.config import ModelConfig, MoEConfig, OptimConfig, Recipe, TrainConfig
+from mok.bench.train import _Measurement, bench_train
+from mok.config import DistributedConfig, ModelConfig, MoEConfig, OptimConfig, Recipe, TrainConfig
 from mok.errors import CheckFailed, UsageError
 
 RECIPE = Recipe(
@@ -16,13 +17,14 @@ RECIPE = Recipe(
     moe=MoEConfig(num_experts=4, intermediate_size=32, balance_loss=0.0),
     train=TrainConfig(batch_size=4, sequence_length=32),
     optim=OptimConfig(schedule="constant", warmup_steps=0),
+    distributed=DistributedConfig(lanes=2),
 )
 
 
 @pytest.mark.interop
 def test_a_report_beside_transformers() -> None:
     pytest.importorskip("transformers")
-    report = bench_train(RECIPE, ["hf"], vocab_size=64, rounds=2, steps=2, check=True)
+    report = bench_train(RECIPE, ["hf"], vocab_size=64, rounds=2, steps=2, check=True, device=CPU)
     assert [row.name for row in report.rows] == ["mok", "mok, one slice", "hf"]
     ours, _, theirs = report.rows
     assert ours.relative_error is None and theirs.relative_error is not None and theirs.relative_error < 1e-4
@@ -31,6 +33,9 @@ def test_a_report_beside_transformers() -> None:
     assert ours.tokens_per_s == pytest.approx(128 / ours.median_ms * 1e3)
     assert all(row.peak_bytes > 2**20 and row.median_ms > 0 and row.spread_ms >= 0 for row in report.rows)
     assert report.environment["torch"]
+
+
+CPU = torch.device("cpu")
 
 
 class Canned:
@@ -46,18 +51,25 @@ class Canned:
         question = self.asked[-1]
         if question == "check":
             return {"values": self.values, "repeatable": True}
+        if question == "environment":
+            return {"threads": 1}
         return 1000 if question in ("peak", "dense") else [0.5] * question
 
 
 def test_a_peer_that_computes_something_else_is_not_timed() -> None:
     mok, right, wrong = Canned([6.2, 1.0]), Canned([6.2, 1.00001]), Canned([6.2, 1.01])
-    rows = _measure(RECIPE, 64, [("mok", mok, None), ("hf", right, None)], 2, 3, True).rows
-    assert rows[0].median_ms == 500 and rows[0].ratio_to == {"hf": 1.0}
+    together = _Measurement(RECIPE, 64, 2, 3, True)
+    together.take([("mok", mok), ("hf", right)])
+    report = together.report()
+    assert report.rows[0].median_ms == 500 and report.rows[0].ratio_to == {"hf": 1.0}
+    assert report.environment == {"threads": 1, "turns": 2, "steps_per_turn": 3, "dense_tflops": 1e-9}
+    one_by_one = _Measurement(RECIPE, 64, 2, 3, True)
+    one_by_one.take([("mok", mok)])
     with pytest.raises(CheckFailed, match=r"hf: losses and gradient norms differ by 1\.0e-02") as caught:
-        _measure(RECIPE, 64, [("mok", mok, None), ("hf", wrong, None)], 2, 3, True)
+        one_by_one.take([("hf", wrong)])
     assert caught.value.exit_code == 3 and wrong.asked == ["check"]
 
 
 def test_a_peer_that_is_not_known_is_refused() -> None:
     with pytest.raises(UsageError, match="--against torchtitan"):
-        bench_train(dataclasses.replace(RECIPE), ["torchtitan"], vocab_size=64, rounds=2, steps=1, check=True)
+        bench_train(dataclasses.replace(RECIPE), ["torchtitan"], vocab_size=64, rounds=2, steps=1, check=True, device=CPU)

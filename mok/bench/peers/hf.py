@@ -1,11 +1,13 @@
-"""A plain training loop on transformers' Qwen3-MoE: eager experts, SDPA, cross-entropy of torch, clipping, AdamW.
+"""A plain training loop on transformers' model of the recipe: SDPA, cross-entropy of torch, clipping, AdamW.
 
-What somebody would write who has a Hugging Face model and text. The weights are those that mok starts from, by name, so that
-losses and gradients can be compared before anything is timed.
+What somebody would write who has a Hugging Face model and text: eager experts on a CPU, grouped_mm and fused AdamW on a GPU,
+the moments in the dtype of the weights. The weights are those that mok starts from, by name, so that losses and gradients can
+be compared before anything is timed.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -14,41 +16,34 @@ from torch import Tensor
 
 from mok.config import Recipe
 from mok.errors import UsageError
+from mok.hf_layout import choose_family
 from mok.model.transformer import DTYPES, Decoder, initial_values
 
 __all__ = ["HfContestant"]
 
 
 class HfContestant:
-    """See `mok.bench.train.Contestant`."""
+    """See `mok.bench.train.Contestant`. Blocks are computed again in the backward where the recipe says so."""
 
     def __init__(self, recipe: Recipe, vocab_size: int, device: torch.device) -> None:
         try:
             import transformers
         except ImportError:
             raise UsageError("--against hf: transformers is not installed; pip install transformers") from None
-        model, moe, dtype = recipe.model, recipe.moe, DTYPES[recipe.train.dtype]
-        config: Any = transformers.Qwen3MoeConfig(
-            vocab_size=vocab_size,
-            hidden_size=model.hidden_size,
-            intermediate_size=moe.intermediate_size,
-            moe_intermediate_size=moe.intermediate_size,
-            num_hidden_layers=model.num_layers,
-            num_attention_heads=model.num_heads,
-            num_key_value_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-            num_experts=moe.num_experts,
-            num_experts_per_tok=moe.top_k,
-            norm_topk_prob=moe.normalize_weights,
-            rms_norm_eps=model.norm_eps,
-            max_position_embeddings=recipe.train.sequence_length,
-            tie_word_embeddings=model.tie_embeddings,
-            attn_implementation="sdpa",
-            experts_implementation="eager",
-        )
-        self._config, self._recipe = config, recipe
-        self._model: Any = transformers.Qwen3MoeForCausalLM(config).to(device, dtype)
-        self._model.load_state_dict(_fused(recipe, vocab_size), strict=True)
+        family = choose_family(recipe)
+        config: Any = transformers.AutoConfig.for_model(**family.config(recipe, vocab_size, 0, recipe.train.dtype))
+        self._recipe = recipe
+        with torch.device(device):
+            self._model: Any = transformers.AutoModelForCausalLM.from_config(
+                config,
+                dtype=DTYPES[recipe.train.dtype],
+                attn_implementation="sdpa",
+                experts_implementation="grouped_mm" if device.type == "cuda" else "eager",
+            )
+        self._model.train()
+        if recipe.train.recompute == "blocks":
+            self._model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _load(self._model, recipe, vocab_size)
         optim = recipe.optim
         parameters = list(self._model.parameters())
         self._optimizer = torch.optim.AdamW(
@@ -59,6 +54,7 @@ class HfContestant:
             lr=optim.lr,
             betas=(optim.beta1, optim.beta2),
             eps=optim.eps,
+            fused=device.type == "cuda",
         )
 
     def step(self, inputs_BS: Tensor, targets_BS: Tensor) -> tuple[float, float]:
@@ -74,18 +70,20 @@ class HfContestant:
         return dict(self._model.state_dict())
 
 
-def _fused(recipe: Recipe, vocab_size: int) -> dict[str, Tensor]:
-    """mok's initial weights under transformers' names in memory, where the experts of a layer are stacked."""
-    values = {tensor.name: value for tensor, value in _initial(recipe, vocab_size)}
-    for layer in range(recipe.model.num_layers):
-        prefix = f"model.layers.{layer}.mlp.experts."
-        gate, up, down = (
-            torch.stack([values.pop(f"{prefix}{expert}.{job}_proj.weight") for expert in range(recipe.moe.num_experts)])
-            for job in ("gate", "up", "down")
-        )
-        values[prefix + "gate_up_proj"], values[prefix + "down_proj"] = torch.cat([gate, up], 1), down
-    return values
-
-
-def _initial(recipe: Recipe, vocab_size: int) -> Any:
-    return initial_values(Decoder(recipe, vocab_size, dtype=torch.float32), recipe.seed, recipe.model.init_std)
+@torch.no_grad()
+def _load(model: Any, recipe: Recipe, vocab_size: int) -> None:
+    """Give `model` mok's initial weights. In memory transformers stacks the experts of a layer, gate rows before up rows."""
+    places: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    width = recipe.moe.intermediate_size
+    source = Decoder(recipe, vocab_size, dtype=torch.float32, device=torch.device("meta"))
+    for tensor, value in initial_values(source, recipe.seed, recipe.model.init_std):
+        expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", tensor.name)
+        if expert is None:
+            places[tensor.name].copy_(value)
+            continue
+        layer, index, job = expert[1], int(expert[2]), expert[3]
+        if job == "down":
+            places[f"{layer}.down_proj"][index].copy_(value)
+        else:
+            first = width if job == "up" else 0
+            places[f"{layer}.gate_up_proj"][index, first : first + width].copy_(value)
