@@ -38,10 +38,11 @@ __all__ = [
     "Checkpoint",
     "Writers",
     "latest",
-    "load_tensors",
     "open_checkpoint",
     "read_tensor",
+    "read_tensors",
     "save",
+    "shared_checksums",
     "state_sha256",
     "tensor_bytes",
     "tensor_checksums",
@@ -88,6 +89,13 @@ def tensor_checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: _tensor_sha256(name, tensor) for name, tensor in tensors.items()}
 
 
+def shared_checksums(tensors: Mapping[str, Tensor], writers: Writers) -> dict[str, str]:
+    """`tensor_checksums` of the tensors of all ranks, on every rank; each is made by one of the ranks that have it."""
+    maker_of = _share_names(writers.gather(list(tensors)))
+    mine = {name: _tensor_sha256(name, tensor) for name, tensor in tensors.items() if maker_of[name] == writers.rank}
+    return {name: sha256 for part in writers.gather(mine) for name, sha256 in part.items()}
+
+
 @dataclass(frozen=True)
 class Writers:
     """The ranks that write one checkpoint together.
@@ -111,9 +119,10 @@ def save(
 ) -> Checkpoint:
     """Write checkpoint `step` under `folder` (a run's `checkpoints`) and make it the latest. Called by every rank.
 
-    tensors: name -> tensor; what several ranks hold is the same on all of them and written by one. facts: JSON values that go
-    into the manifest. keep_last: older complete checkpoints beyond this number are removed, after the new one is safe; 0 keeps
-    all. writers: the ranks of the launch, one by default.
+    tensors: name -> tensor; what several ranks hold is the same on all of them and written by one. All ranks go through
+    theirs in order, once, so they may be put together on the way; a rank keeps those that it writes, in host memory.
+    facts: JSON values that go into the manifest. keep_last: older complete checkpoints beyond this number are removed, after
+    the new one is safe; 0 keeps all. writers: the ranks of the launch, one by default.
     Raises CheckpointError, on every rank, where the disk is full (with path and bytes) or the folder cannot be written, having
     removed the unfinished files; an existing checkpoint of this step is never overwritten.
     """
@@ -122,7 +131,7 @@ def save(
     unfinished = folder / f".unfinished-{path.name}"
     names = writers.gather(list(tensors))
     writer_of = _share_names(names)
-    mine = {name: tensor for name, tensor in tensors.items() if writer_of[name] == writers.rank}
+    mine = {name: _on_host(tensor) for name, tensor in tensors.items() if writer_of[name] == writers.rank}
     needed = sum(writers.gather(sum(tensor.numel() * tensor.element_size() for tensor in mine.values())))
 
     def together(work: Callable[[], None]) -> None:
@@ -148,13 +157,11 @@ def save(
             _check_space(unfinished, needed)
 
     def write() -> None:
-        # A contiguous clone: a view would drag its whole base into the file.
-        plain = {name: tensor.detach().contiguous() for name, tensor in mine.items()}
         files = {name: rank + 1 for name, rank in writer_of.items()} if writers.group is not None else None
         storage = HuggingFaceStorageWriter(str(unfinished), fqn_to_index_mapping=files)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(plain, storage_writer=storage, process_group=writers.group, no_dist=writers.group is None)
+            dcp.save(dict(mine), storage_writer=storage, process_group=writers.group, no_dist=writers.group is None)
 
     together(prepare)
     together(write)
@@ -185,6 +192,11 @@ def save(
 
     together(publish)
     return Checkpoint(path, manifest)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """On a CPU and contiguous."""
+    return tensor.detach().cpu().contiguous()
 
 
 def _share_names(names: list[list[str]]) -> dict[str, int]:
@@ -227,10 +239,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest)
 
 
-def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], elsewhere: Collection[str] = ()) -> None:
-    """Fill `tensors` in place from a checkpoint, which must hold exactly these names, dtypes and shapes.
+def read_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], elsewhere: Collection[str] = ()) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, on the CPU; it must hold exactly the names, dtypes and shapes of `tensors`.
 
-    elsewhere: names that other ranks take from it; the layout that wrote it does not matter.
+    tensors: on any device, meta included. elsewhere: names that other ranks take from it; the layout that wrote it does not
+    matter.
 
     Raises CheckpointError that lists every missing, unknown or differing tensor, or every tensor whose checksum is wrong;
     nothing may be trained after it. No code in the files is run: only raw tensor data is read.
@@ -257,9 +270,7 @@ def load_tensors(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], elsewher
     wrong = [name for name, tensor in loaded.items() if _tensor_sha256(name, tensor) != stored[name]["sha256"]]
     if wrong:
         raise CheckpointError(_listed(f"{path}: damaged, checksums differ; use another checkpoint of the run", wrong))
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            tensor.copy_(loaded[name])
+    return loaded
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
@@ -267,9 +278,8 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     if name not in checkpoint.manifest["tensors"]:
         raise CheckpointError(f"{checkpoint.path}: has no tensor {name}")
     entry = checkpoint.manifest["tensors"][name]
-    tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-    load_tensors(checkpoint, {name: tensor}, elsewhere=checkpoint.manifest["tensors"])
-    return tensor
+    tensor = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]), device="meta")
+    return read_tensors(checkpoint, {name: tensor}, elsewhere=checkpoint.manifest["tensors"])[name]
 
 
 @contextmanager

@@ -45,13 +45,21 @@ def halving_tree(terms: Tensor) -> Tensor:
 
 
 class Exchange(Protocol):
-    """What a launch of several ranks does between the trees that a rank can add by itself."""
+    """What the ranks of a launch do together with flat tensors of a bank, which each of them keeps a shard of."""
 
-    def over_positions(self, parts_LN: Tensor) -> None:
-        """Replace each row (one per owned lane) by the halving tree of that row over the ranks of the group, in rank order."""
+    def over_positions(self, parts_LN: Tensor) -> Tensor:
+        """[L, N] to [L, N / R]: this rank's piece of the halving tree of each row (one per owned lane) over the ranks of the
+        group, in rank order."""
 
-    def over_lanes(self, part_N: Tensor) -> None:
-        """Replace the part by the halving tree over the replicas, in replica order."""
+    def over_lanes(self, part_N: Tensor) -> Tensor:
+        """[N] to [N / replicas]: this rank's piece of the halving tree over the replicas, in replica order."""
+
+    def gather_shards(self, flat_N: Tensor, experts: bool) -> None:
+        """Fill `flat_N`, of a bank of experts or of dense parameters, with every rank's shard; this rank's is in place."""
+
+    def fetch(self, values_N: Tensor, start: int, shard_size: int, experts: bool) -> None:
+        """Fill `values_N`, which are elements `start` and following of a flat tensor cut into shards of `shard_size`, with what
+        each rank keeps of them; what this rank keeps is in place."""
 
 
 @dataclass(frozen=True)
@@ -73,20 +81,41 @@ class Bank:
 
     parameters: in the order of the bank. `flat(dtype)` makes a flat tensor of zeros, `views(flat)` cuts it into tensors of
     the parameters' shapes, each starting on a multiple of `ALIGNMENT` elements; what lies between stays zero.
+
+    A flat tensor is also cut, anywhere, into equal shards, one for each rank that trains these parameters: all ranks of
+    `layout` for dense ones; for a member's experts those that hold the same in other replicas. `shard` is this rank's range.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], layout: Layout | None = None, *, experts: bool = False) -> None:
         self.parameters = list(parameters)
+        self.experts = experts
         self.starts: list[int] = []
         end = 0
         for parameter in self.parameters:
             self.starts.append(end)
             end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
-        self.numel = end
+        self.num_shards, index = 1, 0
+        if layout is not None:
+            self.num_shards, index = (layout.replicas, layout.replica) if experts else (layout.world_size, layout.dense_shard)
+        size = -(-end // (ALIGNMENT * self.num_shards)) * ALIGNMENT
+        self.numel = size * self.num_shards
+        self.shard = slice(index * size, (index + 1) * size)
+
+    @property
+    def shard_size(self) -> int:
+        return self.shard.stop - self.shard.start
 
     def flat(self, dtype: torch.dtype, *leading: int) -> Tensor:
+        return self.zeros(dtype, *leading, self.numel)
+
+    def flat_shard(self, dtype: torch.dtype) -> Tensor:
+        """Zeros for this rank's shard alone."""
+        return self.zeros(dtype, self.shard_size)
+
+    def zeros(self, dtype: torch.dtype, *shape: int) -> Tensor:
+        """Where the parameters are."""
         device = self.parameters[0].device if self.parameters else torch.device("cpu")
-        return torch.zeros(*leading, self.numel, dtype=dtype, device=device)
+        return torch.zeros(*shape, dtype=dtype, device=device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """`flat` [..., numel] as one tensor [..., *shape] per parameter, sharing memory."""
@@ -177,20 +206,19 @@ def _matmul_fp32(a: Tensor, b: Tensor, out: Tensor) -> None:
 class GradStore:
     """The fp32 gradients of one model on one rank.
 
-    dense, experts: banks of the trained parameters, replicated and expert-parallel. embedding: the parameter that the input
-    embedding shares with the output head, where it does: its two uses are summed apart, then added (head + embedding).
+    banks: of the trained parameters. embedding: the parameter that the input embedding shares with the output head, where it
+    does: its two uses are summed apart, then added (head + embedding); it needs a bank of its own.
     layout, calls: the launch and the calls of each of its steps.
 
-    While a step runs, `begin_call` names the call whose terms arrive. After `finish`, `parameter.main_grad` (fp32, the
-    parameter's shape) and the flat `grads` of each bank hold the step's gradient. Where a rank owns one lane and one position
-    and a call is one slice, terms are written straight into `main_grad`; where a step is one call, they are summed at once and
-    no parts are kept.
+    While a step runs, `begin_call` names the call whose terms arrive. After `finish`, this rank's shard of the flat `grads` of
+    each bank holds the step's gradient; `parameter.main_grad` (fp32, the parameter's shape) is a view of `grads`. Where a rank
+    owns one lane and one position and a call is one slice, terms are written straight into `main_grad`; where a step is one
+    call, they are summed at once and no parts are kept.
     """
 
     def __init__(
         self,
-        dense: Sequence[Bank],
-        experts: Sequence[Bank],
+        banks: Sequence[Bank],
         layout: Layout,
         calls: Sequence[Call],
         embedding: nn.Parameter | None = None,
@@ -204,22 +232,20 @@ class GradStore:
             rows = self.num_lanes
         else:
             rows = 1
-        self._dense = [bank.flat(torch.float32, rows) for bank in dense]
-        self._experts = [bank.flat(torch.float32, self.num_lanes) for bank in experts]
-        self.grads = [flat[0] for flat in self._dense + self._experts]
+        self._banks = list(banks)
+        self._parts = [bank.flat(torch.float32, self.num_lanes if bank.experts else rows) for bank in banks]
+        self.grads = [flat[0] for flat in self._parts]
         self._sinks: list[GradSink] = []
-        self._expert_parameters = [parameter for bank in experts for parameter in bank.parameters]
-        for bank, flat in zip(dense, self._dense, strict=True):
+        self._expert_parameters = [parameter for bank in banks if bank.experts for parameter in bank.parameters]
+        for bank, flat in zip(banks, self._parts, strict=True):
             for parameter, view in zip(bank.parameters, bank.views(flat), strict=True):
-                _hang(parameter, grad_sink=self._sink(view), main_grad=view[0])
-        for bank, flat in zip(experts, self._experts, strict=True):
-            for parameter, view in zip(bank.parameters, bank.views(flat), strict=True):
-                _hang(parameter, lane_grads=view, main_grad=view[0])
-        self._embedding: tuple[Tensor, Tensor] | None = None
+                hung = {"lane_grads": view} if bank.experts else {"grad_sink": self._sink(view)}
+                _hang(parameter, **hung, main_grad=view[0])
+        self._apart: dict[int, Tensor] = {}
         if embedding is not None and hasattr(embedding, "grad_sink"):
-            apart = torch.zeros(rows, *embedding.shape, device=embedding.device)
-            _hang(embedding, embedding_sink=self._sink(apart))
-            self._embedding = (self._main_grad_of(dense, embedding), apart)
+            index = next(i for i, bank in enumerate(banks) if bank.parameters == [embedding])
+            self._apart[index] = banks[index].flat(torch.float32, rows)
+            _hang(embedding, embedding_sink=self._sink(banks[index].views(self._apart[index])[0]))
         self._scratch = torch.empty(0)
         self.begin_step()
 
@@ -246,31 +272,22 @@ class GradStore:
 
     def finish(self, exchange: Exchange | None = None) -> None:
         """Add the parts of the step. `exchange` is needed where the layout has more than one rank."""
-        parts = list(self._dense)
-        if self._embedding is not None:
-            parts.append(self._embedding[1].flatten(1))
-        for flat in parts:
-            if not self.one_call:
-                flat = halving_tree(flat.view(self.num_lanes, self.num_positions, -1).transpose(0, 1))
+        for i, (bank, grads) in enumerate(zip(self._banks, self.grads, strict=True)):
+            shard = self._summed(self._parts[i], bank.experts, exchange)
+            if i in self._apart:
+                shard.add_(self._summed(self._apart[i], bank.experts, exchange))
             if exchange is not None:
-                exchange.over_positions(flat)
-            part = halving_tree(flat)
-            if exchange is not None:
-                exchange.over_lanes(part)
-        if self._embedding is not None:
-            head, apart = self._embedding
-            head.add_(apart[0])
-        for flat in self._experts:
-            part = halving_tree(flat)
-            if exchange is not None:
-                exchange.over_lanes(part)
+                grads[bank.shard].copy_(shard)
 
-    def _main_grad_of(self, banks: Sequence[Bank], parameter: nn.Parameter) -> Tensor:
-        for bank, grads in zip(banks, self.grads, strict=False):
-            for candidate, view in zip(bank.parameters, bank.views(grads), strict=True):
-                if candidate is parameter:
-                    return view
-        raise ValueError("the embedding is in none of the dense banks")
+    def _summed(self, parts: Tensor, experts: bool, exchange: Exchange | None) -> Tensor:
+        """The trees over what this rank has of a bank, and over ranks: this rank's shard of the sum."""
+        if not experts:
+            if not self.one_call:
+                parts = halving_tree(parts.view(self.num_lanes, self.num_positions, -1).transpose(0, 1))
+            if exchange is not None:
+                parts = exchange.over_positions(parts)
+        part = halving_tree(parts)
+        return part if exchange is None else exchange.over_lanes(part)
 
     def _sink(self, rows: Tensor) -> GradSink:
         sink = GradSink(self, rows)

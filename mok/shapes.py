@@ -153,23 +153,26 @@ def exchange_bytes(recipe: Recipe, tokens: int, ep: int) -> int:
     return tokens * recipe.moe.top_k * (ep - 1) // ep * row_bytes * 4
 
 
-def rank_bytes(recipe: Recipe, vocab_size: int, *, ep: int, lanes: int, positions: int, tokens: int) -> dict[str, int]:
+def rank_bytes(
+    recipe: Recipe, vocab_size: int, *, ep: int, replicas: int, lanes: int, positions: int, tokens: int
+) -> dict[str, int]:
     """Bytes that one rank holds, by kind; "activations" and "exchange rows" are estimates.
 
-    Exchange rows are those that a rank receives in one layer and those that come back to it, spread evenly.
+    Weights are whole on each rank that computes with them; of master weights and moments each rank keeps a shard. Exchange rows
+    are those that a rank receives in one layer and those that come back to it, spread evenly.
 
-    ep: ranks R that share the experts. lanes, positions: cells of the step's grid that the rank owns; each has its own sum
-    of dense gradients, each lane one of expert gradients. tokens: tokens of the rank in one call.
+    ep: ranks R that share the experts. replicas: groups of them. lanes, positions: cells of the step's grid that the rank owns;
+    each has its own sum of dense gradients, each lane one of expert gradients. tokens: tokens of the rank in one call.
     """
     counts = parameters(recipe, vocab_size)
     experts = counts["experts"] // ep
     dense = sum(counts.values()) - counts["experts"]
-    held = dense + experts
+    held, shard = dense + experts, dense // (ep * replicas) + experts // replicas
     low_precision, width = recipe.train.dtype != "fp32", recipe.model.hidden_size
     return {
         "weights": held * DTYPE_BYTES[recipe.train.dtype],
-        "master weights": held * 4 if low_precision else 0,
-        "moments": held * 2 * DTYPE_BYTES[recipe.optim.moment_dtype],
+        "master weights": shard * 4 if low_precision else 0,
+        "moments": shard * 2 * DTYPE_BYTES[recipe.optim.moment_dtype],
         "gradients": 4 * (dense * lanes * positions + experts * lanes),
         "activations": _activation_bytes(recipe, vocab_size, tokens),
         "exchange rows": 0 if ep == 1 else 2 * tokens * recipe.moe.top_k * width * DTYPE_BYTES[recipe.train.dtype],
@@ -188,7 +191,7 @@ def activation_choices(recipe: Recipe, vocab_size: int, tokens: int) -> dict[str
 
 def checkpoint_bytes(recipe: Recipe, vocab_size: int) -> int:
     """Bytes of one checkpoint: weights, master weights and moments of the whole model."""
-    sizes = rank_bytes(recipe, vocab_size, ep=1, lanes=1, positions=1, tokens=0)
+    sizes = rank_bytes(recipe, vocab_size, ep=1, replicas=1, lanes=1, positions=1, tokens=0)
     return sizes["weights"] + sizes["master weights"] + sizes["moments"]
 
 

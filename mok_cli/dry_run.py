@@ -79,6 +79,7 @@ def price(recipe: Recipe, world_size: int | None = None) -> Price:
             recipe,
             vocab_size,
             ep=ep,
+            replicas=replicas,
             lanes=len(layout.lanes),
             positions=len(layout.positions),
             tokens=call_tokens,

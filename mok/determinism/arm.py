@@ -34,6 +34,7 @@ from mok.grid import Layout, split_ranks
 from mok.train.loop import Run
 from mok.train.processes import launch, launched_ranks, met
 from mok.train.run_folder import plan_start
+from mok.train.state import TrainState
 
 __all__ = ["guarded", "main"]
 
@@ -64,19 +65,28 @@ class Keeper:
 
 
 class Flipper:
-    """Flips the bit of a Flip in one process: the rank that is the only one, or the first, to have the tensor."""
+    """Flips the bit of a Flip in one process: the rank that is the only one, or the first, to have the tensor; or, of one that
+    ranks keep in shards, the rank that keeps the bit, and then in what all of them are shown."""
 
-    def __init__(self, flip: Flip, layout: Layout) -> None:
-        self._flip, self._layout = flip, layout
+    def __init__(self, flip: Flip, layout: Layout, state: TrainState) -> None:
+        self._flip, self._layout, self._state = flip, layout, state
         self.names: set[str] = set()
         self.done = False
 
     def __call__(self, key: Key, tensor: torch.Tensor) -> None:
         if key.step == self._flip.step:
             self.names.add(key.name)
-        if (key.step, key.name) != (self._flip.step, self._flip.name) or self.done or not self._is_first(key.name):
+        if (key.step, key.name) != (self._flip.step, self._flip.name) or self.done:
             return
-        flip_bit(tensor, self._flip.bit)
+        if (place := self._state.places.get(key.name)) is not None and place.is_sharded:
+            flip_bit(tensor, self._flip.bit)
+            bit = self._flip.bit - 8 * place.kept.element_size() * place.first
+            if 0 <= bit < 8 * place.kept.element_size() * place.kept.numel():
+                flip_bit(place.kept, bit)
+        elif self._is_first(key.name):
+            flip_bit(tensor, self._flip.bit)
+        else:
+            return
         self.done = True
 
     def _is_first(self, name: str) -> bool:
@@ -109,7 +119,7 @@ def train(spec: dict[str, Any], arm: Arm, recipe: Recipe, folder: Path) -> None:
         layout = ranks.layout
         run = Run(start, ranks, device, Console(file=io.StringIO()))
         fault = parse_injection(arm.inject) if arm.inject else ""
-        flipper = Flipper(fault, layout) if isinstance(fault, Flip) else None
+        flipper = Flipper(fault, layout, run.state) if isinstance(fault, Flip) else None
         if isinstance(fault, str) and fault:
             swap_order(fault == "clock", lambda: run.state.step >= recipe.train.steps // 2)
         expected = read_trace(Path(spec["expected"]) / "trace") if spec["expected"] else None

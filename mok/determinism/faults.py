@@ -88,11 +88,11 @@ def jitter(longest_s: float, share: float) -> Callable[[Key, Tensor], None]:
 
 def misalign(bank: Any) -> None:
     """Let the flat tensors of every later `mok.gradients.Bank` start 16 bytes after the address the allocator gives."""
-    flat = bank.flat
+    zeros = bank.zeros
 
-    def shifted(self: mok.gradients.Bank, dtype: torch.dtype, *leading: int) -> Tensor:
-        aligned = flat(self, dtype, *leading)
+    def shifted(self: mok.gradients.Bank, dtype: torch.dtype, *shape: int) -> Tensor:
+        aligned = zeros(self, dtype, *shape)
         offset = 16 // aligned.element_size()
         return torch.zeros(aligned.numel() + offset, dtype=dtype, device=aligned.device)[offset:].view(aligned.shape)
 
-    bank.flat = shifted
+    bank.zeros = shifted

@@ -324,7 +324,7 @@ class Run:
             return None
         rank = self.ranks.layout.rank
         path = self.folder.path / "trace" / f"rank_{rank:05d}.jsonl"
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 may not have come to the folder yet
         sink = path.open("a", encoding="utf-8")
         recorder = Recorder(sink, rank=rank, activations=self.recipe.log.trace == "activations")
         return StepObserver(recorder, self.state.model)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mok.config import OptimConfig
-from mok.gradients import ALIGNMENT, Bank
+from mok.gradients import ALIGNMENT, Bank, Exchange
 
 __all__ = ["MOMENT_DTYPES", "AdamW", "ParameterGroup", "gradient_norm", "tensor_square_sums"]
 
@@ -32,10 +32,10 @@ CHUNK = 1 << 16
 
 @dataclass
 class ParameterGroup:
-    """Parameters with one weight decay, as flat tensors laid out by `bank`.
+    """Parameters with one weight decay, as flat tensors laid out by `bank`; all but `weights` are this rank's shard alone.
 
-    weights: what the forward reads, in the model's dtype; the parameters are views of it. master: fp32, the same memory as
-    `weights` where the model is fp32. exp_avg, exp_avg_sq: moments. grads: fp32, the main gradients.
+    weights: what the forward reads, in the model's dtype, whole; the parameters are views of it. master: fp32, the same memory
+    as the shard of `weights` where the model is fp32. exp_avg, exp_avg_sq: moments. grads: fp32, a view of the main gradients.
     """
 
     bank: Bank
@@ -53,8 +53,13 @@ class ParameterGroup:
         for parameter, view in zip(bank.parameters, bank.views(weights), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
-        master = weights if weights.dtype == torch.float32 else weights.float()
-        return cls(bank, weights, master, bank.flat(moment_dtype), bank.flat(moment_dtype), grads, weight_decay)
+        moments = bank.flat_shard(moment_dtype), bank.flat_shard(moment_dtype)
+        return cls(bank, weights, weights[bank.shard].float(), *moments, grads[bank.shard], weight_decay)
+
+    @property
+    def has_master(self) -> bool:
+        """Whether `master` is memory of its own."""
+        return self.weights.dtype != torch.float32
 
 
 class AdamW:
@@ -106,16 +111,17 @@ def _update_in_one_pass(group: ParameterGroup, factors: _Factors) -> None:
     """On a GPU: the same operations element by element, in one kernel."""
     from mok.launch.optimizer import adamw
 
-    apart = None if group.weights is group.master else group.weights
+    apart = group.weights[group.bank.shard] if group.has_master else None
     adamw(apart, group.master, group.exp_avg, group.exp_avg_sq, group.grads, **asdict(factors))
 
 
 def _update_by_chunks(group: ParameterGroup, factors: _Factors) -> None:
     """On a CPU: chunk by chunk. Products and sums are separate operations on purpose: `addcmul` and `lerp` round once where the
     vector unit is used and twice at the end of a tensor, so the place of a cut would show."""
-    buffers = torch.empty(3, min(CHUNK, group.bank.numel))
-    for start in range(0, group.bank.numel, CHUNK):
-        part = slice(start, min(start + CHUNK, group.bank.numel))
+    size = group.bank.shard_size
+    buffers = torch.empty(3, min(CHUNK, size))
+    for start in range(0, size, CHUNK):
+        part = slice(start, min(start + CHUNK, size))
         other, wide_m, wide_v = buffers[:, : part.stop - part.start]
         grad, m, v, master = group.grads[part], group.exp_avg[part], group.exp_avg_sq[part], group.master[part]
         exact = m.dtype == torch.float32
@@ -131,8 +137,8 @@ def _update_by_chunks(group: ParameterGroup, factors: _Factors) -> None:
         if factors.keep != 1.0:
             master.mul_(factors.keep)
         master.sub_(other)
-        if group.weights is not group.master:
-            group.weights[part].copy_(master)
+        if group.has_master:
+            group.weights[group.bank.shard][part].copy_(master)
 
 
 def _block_square_sums(flat: Tensor) -> Tensor:
@@ -142,16 +148,22 @@ def _block_square_sums(flat: Tensor) -> Tensor:
 
         return square_sums(flat, ALIGNMENT)
     squares = [flat[start : start + CHUNK].square().view(-1, ALIGNMENT).sum(-1) for start in range(0, flat.numel(), CHUNK)]
-    return torch.cat(squares) if squares else flat.new_zeros(0)
+    return torch.cat(squares)
 
 
-def tensor_square_sums(flat: Tensor, bank: Bank, matrices: Sequence[int]) -> Tensor:
-    """Sum of squares of every logical tensor of a bank, in its order: fp32, one dim.
+def tensor_square_sums(group: ParameterGroup, matrices: Sequence[int], exchange: Exchange | None) -> Tensor:
+    """Sum of squares of the gradient of every logical tensor of a group, in the order of its bank: fp32, one dim.
 
     matrices: for each parameter, how many logical tensors of equal size it stacks on its leading dims (experts).
-    Each sum is made of fixed blocks of that tensor alone, so it is the same wherever the tensor lives.
+    exchange: how the ranks that share the bank show one another the sums of their blocks; None for one rank.
+    Each sum is made of fixed blocks of that tensor alone, so it is the same wherever the tensor lives or is cut.
     """
-    blocks = _block_square_sums(flat)
+    bank = group.bank
+    blocks = _block_square_sums(group.grads)
+    if exchange is not None:
+        mine, blocks = blocks, blocks.new_zeros(bank.numel // ALIGNMENT)
+        blocks[bank.shard.start // ALIGNMENT : bank.shard.stop // ALIGNMENT] = mine
+        exchange.gather_shards(blocks, bank.experts)
     sums = []
     for start, parameter, count in zip(bank.starts, bank.parameters, matrices, strict=True):
         first = start // ALIGNMENT
@@ -160,7 +172,7 @@ def tensor_square_sums(flat: Tensor, bank: Bank, matrices: Sequence[int]) -> Ten
         while part.shape[1] > ALIGNMENT:
             part = torch.nn.functional.pad(part, (0, -part.shape[1] % ALIGNMENT)).view(count, -1, ALIGNMENT).sum(-1)
         sums.append(part.sum(-1))
-    return torch.cat(sums) if sums else flat.new_zeros(0)
+    return torch.cat(sums)
 
 
 def gradient_norm(square_sums: Sequence[float]) -> float:

@@ -71,7 +71,7 @@ class LaunchedRanks:
         self._control = control
         positions, lanes = mesh.get_group("ep"), mesh.get_group("replica")
         self.group = Group(layout.ep, layout.member, CollectiveTransport(positions, progress) if layout.ep > 1 else None)
-        self.exchange: Exchange | None = OrderedReduction(positions, lanes, progress)
+        self.exchange: Exchange | None = OrderedReduction(layout, positions, lanes, progress)
         self.writers = Writers(layout.rank, partial(self.gather, stage="save"), control)
 
     def gather(self, value: T, stage: str = "agreement") -> list[T]:

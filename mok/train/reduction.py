@@ -1,7 +1,8 @@
-"""Gradients across ranks, added in the order of the contract (docs/numerics.md, rules 7 and 10) and in no other.
+"""What ranks do together with flat tensors: gradients added in the order of the contract, shards gathered again.
 
-Owns the exchange of parts: each rank receives its share of every other rank's part, adds them as a halving tree by itself, and
-passes the sum on. No reduction of gloo or NCCL is used, since neither promises an order. Knows nothing of models or optimizers.
+Owns the exchange of parts (docs/numerics.md, rules 7 and 10): each rank receives its piece of every other rank's part and adds
+them as a halving tree by itself. No reduction of gloo or NCCL is used, since neither promises an order. The piece is the shard
+whose optimizer state this rank keeps, so nothing but updated weights travels back. Knows nothing of models or optimizers.
 Read next: `mok/gradients.py`, which calls it between the trees that one rank can add alone.
 """
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mok.gradients import halving_tree
+from mok.grid import Layout
 from mok.transport.collective import all_gather
 from mok.transport.progress import Progress
 
@@ -21,44 +23,62 @@ BUCKET = 1 << 24
 """Elements exchanged at once: bounds the memory of the received parts to 64 MiB of fp32."""
 
 
-def tree_sum(parts_LN: Tensor, group: dist.ProcessGroup, progress: Progress) -> None:
-    """Replace each row by the halving tree of that row over the ranks of the group, in rank order; equal on all ranks after.
+def tree_sum(part_N: Tensor, group: dist.ProcessGroup, progress: Progress) -> Tensor:
+    """[N] to [N / ranks]: this rank's piece of the halving tree over the parts of the group, in rank order.
 
-    parts_LN: fp32, rows contiguous. Example, three ranks with rows a, b, c: all end with (a + c) + b.
+    part_N: fp32, N a multiple of the ranks. Example, three ranks with parts a, b, c of three elements: rank 1 gets element 1 of
+    (a + c) + b.
     """
     ranks = group.size()
     if ranks == 1:
-        return
-    for row in parts_LN:
-        for start in range(0, row.numel(), BUCKET):
-            _tree_sum_bucket(row[start : start + BUCKET], group, progress)
-
-
-def _tree_sum_bucket(part_N: Tensor, group: dist.ProcessGroup, progress: Progress) -> None:
-    ranks = group.size()
-    share = -(-part_N.numel() // ranks)
-    padded = part_N
-    if share * ranks != part_N.numel():
-        padded = torch.nn.functional.pad(part_N, (0, share * ranks - part_N.numel()))
-    received = torch.empty(ranks, share, dtype=part_N.dtype, device=part_N.device)
-    with progress.waiting("gradients"):
-        dist.all_to_all_single(received.view(-1), padded, group=group)
-    total = halving_tree(received)
-    with progress.waiting("gradients"):
-        all_gather(padded, total, group)
-    if padded is not part_N:
-        part_N.copy_(padded[: part_N.numel()])
+        return part_N
+    pieces = part_N.view(ranks, -1)
+    total = torch.empty_like(pieces[0])
+    width = BUCKET // ranks
+    for start in range(0, total.numel(), width):
+        sent = pieces[:, start : start + width].contiguous()
+        received = torch.empty_like(sent)
+        with progress.waiting("gradients"):
+            dist.all_to_all_single(received, sent, group=group)
+        total[start : start + width] = halving_tree(received)
+    return total
 
 
 class OrderedReduction:
     """See `mok.gradients.Exchange`."""
 
-    def __init__(self, positions: dist.ProcessGroup, lanes: dist.ProcessGroup, progress: Progress) -> None:
+    def __init__(self, layout: Layout, positions: dist.ProcessGroup, lanes: dist.ProcessGroup, progress: Progress) -> None:
         """positions: the expert-parallel group. lanes: the ranks in the same place of every replica."""
-        self._positions, self._lanes, self._progress = positions, lanes, progress
+        self._layout, self._positions, self._lanes, self._progress = layout, positions, lanes, progress
 
-    def over_positions(self, parts_LN: Tensor) -> None:
-        tree_sum(parts_LN, self._positions, self._progress)
+    def over_positions(self, parts_LN: Tensor) -> Tensor:
+        if self._layout.ep == 1:
+            return parts_LN
+        return torch.stack([tree_sum(row, self._positions, self._progress) for row in parts_LN])
 
-    def over_lanes(self, part_N: Tensor) -> None:
-        tree_sum(part_N.unsqueeze(0), self._lanes, self._progress)
+    def over_lanes(self, part_N: Tensor) -> Tensor:
+        return tree_sum(part_N, self._lanes, self._progress)
+
+    def gather_shards(self, flat_N: Tensor, experts: bool) -> None:
+        whole = flat_N.view(torch.uint8)
+        of_member = whole if experts else whole.view(self._layout.ep, -1)[self._layout.member]
+        self._gather(of_member, self._layout.replica, self._lanes)
+        if not experts:
+            self._gather(whole, self._layout.member, self._positions)
+
+    def fetch(self, values_N: Tensor, start: int, shard_size: int, experts: bool) -> None:
+        stop = start + values_N.numel()
+        for shard in range(start // shard_size, -(-stop // shard_size)):
+            first, last = max(start, shard * shard_size), min(stop, (shard + 1) * shard_size)
+            keeper = self._layout.keeper_of_shard(shard, experts)
+            with self._progress.waiting("gather"):
+                dist.broadcast(
+                    values_N[first - start : last - start].view(torch.uint8), keeper, self._lanes if experts else None
+                )
+
+    def _gather(self, whole: Tensor, place: int, group: dist.ProcessGroup) -> None:
+        if group.size() > 1:
+            # A copy: no backend promises to take a part of the output for its input.
+            mine = whole.view(group.size(), -1)[place].clone()
+            with self._progress.waiting("weights"):
+                all_gather(whole, mine, group)

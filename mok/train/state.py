@@ -1,7 +1,8 @@
 """Everything of a run that changes: weights, master weights, moments, gradients and counters.
 
 Owns how parameters are sorted into banks (decayed matrices, other dense tensors, experts), freezing by name, and the name that
-each tensor has in a checkpoint and a digest. Knows nothing of files or of what surrounds a step. Read next:
+each tensor has in a checkpoint and a digest. Weights are whole on every rank that computes with them; master weights, moments
+and, after a step's sums, gradients are kept in shards. Knows nothing of files or of what surrounds a step. Read next:
 `mok/train/step.py`, which changes it.
 """
 
@@ -19,6 +20,7 @@ from mok.errors import UsageError
 from mok.gradients import Bank, GradStore
 from mok.model.transformer import DTYPES, Decoder, LogicalTensor, initial_values
 from mok.train.optim import MOMENT_DTYPES, AdamW, ParameterGroup, tensor_square_sums
+from mok.train.places import Place, WholeTensors
 from mok.train.ranks import Ranks
 
 __all__ = ["TrainState"]
@@ -28,7 +30,8 @@ class TrainState:
     """A fresh model of `recipe` with its optimizer, for this rank of a launch.
 
     weights: gives the initial value of a tensor by its name; None for random ones.
-    step: steps done. samples: sequences seen, over all ranks: the position in the data.
+    step: steps done. samples: sequences seen, over all ranks: the position in the data. places: where each of `tensors()` and
+    `gradients()` is kept.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class TrainState:
         self._logical = list(self.model.logical_tensors())
         self._frozen = self._freeze(recipe.train.freeze)
         self._build_optimizer()
-        self._places = self._find_places()
+        self.places = self._find_places()
         if weights is None:
             values = initial_values(self.model, recipe.seed, recipe.model.init_std)
         else:
@@ -57,65 +60,61 @@ class TrainState:
         for tensor, value in values:
             here = value.to(device)
             for kind in ("", "master:"):
-                if (owner := self._owner(kind, tensor)) is not None:
-                    tensor.of(owner).copy_(here)
+                if (place := self.places.get(kind + tensor.name)) is not None:
+                    place.put(here)
         self._keep_frozen_values()
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the state on this rank, as views: weights by their name, then master weights and moments with
-        "master:", "exp_avg:" or "exp_avg_sq:" before it. Master weights that are the weights themselves are not repeated."""
-        found = {}
-        for kind in ("", "master:", "exp_avg:", "exp_avg_sq:"):
-            for tensor in self._logical:
-                if (owner := self._owner(kind, tensor)) is not None:
-                    found[kind + tensor.name] = tensor.of(owner)
-        return found
+    def tensors(self) -> WholeTensors:
+        """Every tensor of the state that this rank has or keeps a part of: weights by their name, then master weights and
+        moments with "master:", "exp_avg:" or "exp_avg_sq:" before it. Master weights that are the weights themselves are not
+        repeated."""
+        return self._whole(lambda name: not name.startswith("grad:"))
 
-    def gradients(self) -> dict[str, Tensor]:
-        """The main gradients of the last step, as views, with "grad:" before the tensor's name."""
-        found = ((tensor, self._owner("grad:", tensor)) for tensor in self._logical)
-        return {f"grad:{tensor.name}": tensor.of(owner) for tensor, owner in found if owner is not None}
+    def gradients(self) -> WholeTensors:
+        """The main gradients of the last step, with "grad:" before the tensor's name."""
+        return self._whole(lambda name: name.startswith("grad:"))
 
     def state_sha256(self) -> str:
         """One SHA-256 over names, dtypes, shapes and bytes of `tensors()` of all ranks."""
-        merged: dict[str, str] = {}
-        for checksums in self.ranks.gather(checkpoint.tensor_checksums(self.tensors())):
-            merged.update(checksums)
-        return checkpoint.state_sha256(merged)
+        return checkpoint.state_sha256(checkpoint.shared_checksums(self.tensors(), self.ranks.writers))
 
     def square_sums(self) -> list[float]:
-        """Sum of squares of every logical gradient of the model, each once, whichever ranks hold it."""
-        parts = [
-            tensor_square_sums(group.grads, group.bank, [self._stacked[id(p)] for p in group.bank.parameters])
-            for group in self.optimizer.groups
-        ]
-        sums: list[float] = torch.cat(parts).tolist()  # the only time that the host waits for a device
-        experts_from = sum(part.numel() for part in parts[: len(self._dense_banks)])
-        dense, experts = sums[:experts_from], sums[experts_from:]
+        """Sum of squares of every logical gradient of the model, each once, whichever ranks keep it."""
+        parts: dict[bool, list[Tensor]] = {False: [], True: []}
+        for group in self.optimizer.groups:
+            matrices = [self._stacked[id(parameter)] for parameter in group.bank.parameters]
+            parts[group.bank.experts].append(tensor_square_sums(group, matrices, self.ranks.exchange))
+        num_experts = sum(part.numel() for part in parts[True])
+        sums: list[float] = torch.cat(parts[True] + parts[False]).tolist()  # the only time that the host waits for a device
+        experts, dense = sums[:num_experts], sums[num_experts:]
         # Replicas hold the same experts: the first replica speaks for all.
         members = self.ranks.gather(experts)[: self.ranks.layout.ep]
         return dense + [value for member in members for value in member]
 
+    def gather_weights(self) -> None:
+        """Give every rank the weights that others updated."""
+        if self.ranks.exchange is not None:
+            for group in self.optimizer.groups:
+                self.ranks.exchange.gather_shards(group.weights, group.bank.experts)
+
     def clear_frozen_gradients(self) -> None:
         """Zero the gradients of tensors that are frozen inside a parameter that is not."""
         for tensor in self._frozen:
-            owner = self._owner("grad:", tensor)
-            if owner is not None:
-                tensor.of(owner).zero_()
+            if (place := self.places.get(f"grad:{tensor.name}")) is not None:
+                place.kept.zero_()
 
     def restore_frozen_values(self) -> None:
         """Undo what the optimizer did to such tensors (weight decay)."""
-        for tensor, values in zip(self._frozen, self._frozen_values, strict=True):
-            for kind, value in values.items():
-                owner = self._owner(kind, tensor)
-                assert owner is not None
-                tensor.of(owner).copy_(value)
+        for name, values in self._frozen_values.items():
+            self.places[name].kept.copy_(values)
 
     def load(self, saved: checkpoint.Checkpoint) -> None:
         """Become the state of a checkpoint. Raises CheckpointError, with nothing changed, where it does not fit exactly."""
-        tensors = self.tensors()
-        everywhere = {name for names in self.ranks.gather(list(tensors)) for name in names}
-        checkpoint.load_tensors(saved, tensors, elsewhere=everywhere)
+        places = self.tensors().places
+        everywhere = {name for names in self.ranks.gather(list(places)) for name in names}
+        expected = {name: torch.empty(place.shape, dtype=place.kept.dtype, device="meta") for name, place in places.items()}
+        for name, value in checkpoint.read_tensors(saved, expected, elsewhere=everywhere).items():
+            places[name].put(value)
         self.step = saved.step
         self.samples = int(saved.manifest["samples"])
         self._keep_frozen_values()
@@ -146,19 +145,21 @@ class TrainState:
         experts = {id(weight) for layer in self.model.moe_layers for weight in (layer.w_gate_up, layer.w_down)}
         trained = [p for p in self.model.parameters() if p.requires_grad]
         dense = [p for p in trained if id(p) not in experts]
-        banks = [
-            Bank([p for p in dense if p.dim() > 1]),
-            Bank([p for p in dense if p.dim() == 1]),
-            Bank([p for p in trained if id(p) in experts]),
+        # A matrix that two uses share has a bank of its own: see GradStore.
+        tied = [p for p in dense if self.recipe.model.tie_embeddings and p is self.model.w_embedding]
+        layout = self.ranks.layout
+        decayed = [
+            Bank([p for p in dense if p.dim() > 1 and id(p) not in map(id, tied)], layout),
+            Bank(tied, layout),
+            Bank([p for p in trained if id(p) in experts], layout, experts=True),
         ]
-        self._dense_banks = [bank for bank in banks[:2] if bank.parameters]
-        expert_banks = [bank for bank in banks[2:] if bank.parameters]
-        tied = self.model.w_embedding if self.recipe.model.tie_embeddings else None
-        self.store = GradStore(self._dense_banks, expert_banks, self.ranks.layout, self.calls, embedding=tied)
+        other = Bank([p for p in dense if p.dim() == 1], layout)
+        banks = [bank for bank in (*decayed, other) if bank.parameters]
+        self.store = GradStore(banks, layout, self.calls, embedding=tied[0] if tied else None)
         moment_dtype = MOMENT_DTYPES[config.moment_dtype]
         groups = [
-            ParameterGroup.of(bank, grads, 0.0 if bank is banks[1] else config.weight_decay, moment_dtype)
-            for bank, grads in zip(self._dense_banks + expert_banks, self.store.grads, strict=True)
+            ParameterGroup.of(bank, grads, 0.0 if bank is other else config.weight_decay, moment_dtype)
+            for bank, grads in zip(banks, self.store.grads, strict=True)
         ]
         self.optimizer = AdamW(groups, config)
         # An expert's matrices lie one after the other; everything else is reduced as a whole.
@@ -166,27 +167,32 @@ class TrainState:
             id(p): (p.shape[0] * p.shape[1] if p.dim() == 4 else p.shape[0]) if id(p) in experts else 1 for p in trained
         }
 
-    def _find_places(self) -> dict[str, dict[int, Tensor]]:
-        """kind -> id of a parameter -> the tensor of its shape that holds that kind."""
-        places: dict[str, dict[int, Tensor]] = {"master:": {}, "exp_avg:": {}, "exp_avg_sq:": {}, "grad:": {}}
-        for group in self.optimizer.groups:
-            flats = {"exp_avg:": group.exp_avg, "exp_avg_sq:": group.exp_avg_sq, "grad:": group.grads}
-            if group.master is not group.weights:
-                flats["master:"] = group.master
-            for kind, flat in flats.items():
-                for parameter, view in zip(group.bank.parameters, group.bank.views(flat), strict=True):
-                    places[kind][id(parameter)] = view
-        return places
+    def _find_places(self) -> dict[str, Place]:
+        """Name, with its kind before it -> where the tensor is kept. Kind by kind, in the order of the model."""
+        groups = {id(parameter): group for group in self.optimizer.groups for parameter in group.bank.parameters}
+        found = {}
+        for tensor in self._logical:
+            view = tensor.of(tensor.owner.detach())
+            found[tensor.name] = Place(view.shape, view.view(-1))
+        for kind in ("master:", "exp_avg:", "exp_avg_sq:", "grad:"):
+            for tensor in self._logical:
+                group = groups.get(id(tensor.owner))
+                if group is None or (kind == "master:" and not group.has_master):
+                    continue
+                flat = {"master:": group.master, "exp_avg:": group.exp_avg, "exp_avg_sq:": group.exp_avg_sq}.get(
+                    kind, group.grads
+                )
+                view = tensor.of(tensor.owner.detach())
+                start = int(view.storage_offset() - group.weights.storage_offset())
+                found[kind + tensor.name] = Place.in_shard(group.bank, flat, start, view.shape)
+        return found
 
-    def _owner(self, kind: str, tensor: LogicalTensor) -> Tensor | None:
-        """What holds `kind` of a tensor, in the shape of its parameter; None for what it does not have."""
-        return tensor.owner.detach() if kind == "" else self._places[kind].get(id(tensor.owner))
+    def _whole(self, chosen: Callable[[str], bool]) -> WholeTensors:
+        return WholeTensors({name: place for name, place in self.places.items() if chosen(name)}, self.ranks.exchange)
 
     def _keep_frozen_values(self) -> None:
-        self._frozen_values = [
-            {kind: tensor.of(owner).clone() for kind in ("", "master:") if (owner := self._owner(kind, tensor)) is not None}
-            for tensor in self._frozen
-        ]
+        names = [kind + tensor.name for tensor in self._frozen for kind in ("", "master:")]
+        self._frozen_values = {name: self.places[name].kept.clone() for name in names if name in self.places}
 
 
 def _slices_per_call(recipe: Recipe, ranks: Ranks, device: torch.device) -> int:

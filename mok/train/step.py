@@ -142,6 +142,7 @@ def train_step(state: TrainState, batches: Batches, observer: Observer | None = 
     scale = clip / report.grad_norm if clip and report.grad_norm > clip else 1.0
     state.ranks.enter("optimizer")
     state.optimizer.step(step, lr, scale)
+    state.gather_weights()
     state.restore_frozen_values()
     if recipe.moe.correction_bias:
         _update_biases(state, report)

@@ -10,6 +10,7 @@ from mok import recipe as recipes
 from mok.config import Recipe
 from mok.data.loader import IGNORED
 from mok.grid import Grid, Layout
+from mok.shapes import rank_bytes
 from mok.train.batches import Batches
 from mok.train.processes import assemble
 from mok.train.ranks import OneRank
@@ -115,6 +116,8 @@ def test_two_ranks() -> None:
             # A rank whose labels are all ignored, in every step.
             Work((2, 1), masked=tuple(step * 16 + i for step in range(2) for i in (0, 1, 2, 3, 8, 9, 10, 11))),
             Work((1, 2), ("distributed.segment=2", "distributed.slices_per_call=2")),
+            # Tensors frozen inside a parameter, with the shard's border in them.
+            Work((2, 1), ("train.freeze=*.q_proj.*,*.experts.3.gate_proj.*,*.experts.2.*", "train.dtype=bf16")),
         ]
     )
 
@@ -129,6 +132,30 @@ def test_four_ranks() -> None:
             Work((1, 4), ("moe.force_routing=one-hot", "moe.top_k=1")),
         ]
     )
+
+
+def kept_bytes(rank: int, world_size: int, layout: tuple[int, int]) -> dict[str, int]:
+    work = Work(layout, ("train.dtype=bf16",))
+    recipe = recipe_of(work)
+    ranks = assemble(Layout(Grid.of(recipe), *layout, rank), torch.device("cpu"), 60.0)
+    places = TrainState(recipe, VOCABULARY, ranks, torch.device("cpu")).tensors().places
+    ranks.watch.stop()
+    kinds = {"weights": ("model.", "lm_head."), "master weights": ("master:",), "moments": ("exp_avg:", "exp_avg_sq:")}
+    return {
+        kind: sum(place.kept.nbytes for name, place in places.items() if name.startswith(starts))
+        for kind, starts in kinds.items()
+    }
+
+
+def test_each_rank_keeps_its_share_of_master_weights_and_moments_as_the_dry_run_says() -> None:
+    recipe = recipe_of(Work(changes=("train.dtype=bf16",)))
+    for replicas, ep in ((4, 1), (2, 2), (1, 4)):
+        priced = rank_bytes(recipe, VOCABULARY, ep=ep, replicas=replicas, lanes=1, positions=1, tokens=0)
+        found = run_distributed(kept_bytes, 4, (replicas, ep))
+        for kind in ("weights", "master weights", "moments"):
+            assert sum(rank[kind] for rank in found) == 4 * priced[kind], (kind, replicas, ep)
+            # Shards are equal but for the gaps between tensors, of less than a block each.
+            assert max(rank[kind] for rank in found) < 1.1 * priced[kind], (kind, replicas, ep)
 
 
 def test_the_comparison_would_see_another_order_of_sums() -> None:

@@ -1,4 +1,5 @@
-"""Damaged files of every kind the project reads: one of its own errors, or a result; never another exception, never a hang."""
+"""Damaged files of every kind that the project reads, and recipes made up at random: one of its own errors, or a result;
+never another exception, never a hang."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import dataclasses
 import random
 import shutil
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from mok import checkpoint, recipe
 from mok.data.shards import ShardWriter, TokenStore
 from mok.errors import MokError
 from mok.safetensors_files import SafetensorsFolder
+from mok_cli.dry_run import price
 
 SLOWEST_CPU_S = 10.0
 SOAK_CASES = 100_000
@@ -63,18 +66,87 @@ def damaged(content: bytes, source: random.Random) -> bytes:
     return bytes(data)
 
 
+VALUES = [
+    *(
+        "0",
+        "1",
+        "2",
+        "3",
+        "4",
+        "6",
+        "8",
+        "16",
+        "48",
+        "64",
+        "100",
+        "1000000007",
+        "9223372036854775807",
+        "-1",
+        "99999999999999999999",
+    ),
+    *(
+        "0.0",
+        "1.0",
+        "0.5",
+        "-0.0",
+        "1e-300",
+        "1e300",
+        "inf",
+        "nan",
+        "true",
+        "false",
+        "[]",
+        "{}",
+        "['a']",
+        "[1, 2]",
+        "1979-05-27",
+    ),
+    *(
+        "''",
+        "'auto'",
+        "'none'",
+        "'all'",
+        "'fp32'",
+        "'bf16'",
+        "'bytes'",
+        "'bpe:512'",
+        "'bpe:'",
+        "'torch'",
+        "'*norm*'",
+        "'\\u0000'",
+    ),
+]
+
+
+def made_up(_: bytes, source: random.Random) -> bytes:
+    """A recipe of up to eight keys, most of which exist, with values that may suit them."""
+    sections: dict[str, list[str]] = {}
+    for name in source.choices([*recipe.keys(), "moe.num_expert", "no.such", "train"], k=source.randint(1, 8)):
+        section, _, leaf = name.rpartition(".")
+        sections.setdefault(section, []).append(f"{leaf} = {source.choice(VALUES)}")
+    return "\n".join(line for name in sorted(sections) for line in [f"[{name}]"] * bool(name) + sections[name]).encode()
+
+
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One kind of file. make: writes sound files into a folder and returns those to damage. read: uses them."""
+    """One kind of file. make: writes sound files into a folder and returns those to damage. read: uses them. spoil: what is
+    done to the content of one."""
 
     make: Callable[[Path], list[Path]]
     read: Callable[[Path], object]
+    spoil: Callable[[bytes, random.Random], bytes] = damaged
 
 
 def make_recipe(folder: Path) -> list[Path]:
     path = folder / "r.toml"
     path.write_text(recipe.dump_toml(recipe.load("toy")))
     return [path]
+
+
+def read_recipe(folder: Path) -> None:
+    """As `mok train --dry-run` does, for a number of ranks that follows from the content."""
+    path = folder / "r.toml"
+    price(recipe.load(str(path)), 1 + zlib.crc32(path.read_bytes()) % 9)
 
 
 def make_tokens(folder: Path) -> list[Path]:
@@ -111,13 +183,13 @@ def make_checkpoint(folder: Path) -> list[Path]:
 def read_checkpoint(folder: Path) -> None:
     found = checkpoint.latest(folder / "checkpoints")
     if found is not None:
-        values = {"w": torch.zeros(8), "v": torch.zeros(2)}
-        checkpoint.load_tensors(found, values)
+        values = checkpoint.read_tensors(found, {"w": torch.zeros(8), "v": torch.zeros(2)})
         assert torch.equal(values["w"], torch.arange(8.0)), "damaged values were taken for sound ones"
 
 
 KINDS = {
-    "recipe": Kind(make_recipe, lambda folder: recipe.resolve(str(folder / "r.toml"))),
+    "damaged recipe": Kind(make_recipe, read_recipe),
+    "made-up recipe": Kind(make_recipe, read_recipe, made_up),
     "tokens": Kind(make_tokens, read_tokens),
     "safetensors": Kind(make_safetensors, read_safetensors),
     "checkpoint": Kind(make_checkpoint, read_checkpoint),
@@ -133,7 +205,7 @@ def damage_and_read(kind: Kind, folder: Path, num_cases: int, seed: int) -> int:
     for case in range(num_cases):
         source = random.Random(f"{seed}/{case}")
         path = source.choice(files)
-        path.write_bytes(damaged(sound[path], source))
+        path.write_bytes(kind.spoil(sound[path], source))
         started = time.process_time()
         try:
             kind.read(folder)
@@ -157,7 +229,7 @@ def test_damage_is_refused_with_an_error_of_our_own(name: str, tmp_path: Path) -
 @pytest.mark.soak
 @pytest.mark.parametrize("name", KINDS)
 def test_much_damage(name: str, tmp_path: Path) -> None:
-    """A quarter of 100,000 cases for each kind; prints what docs/determinism.md records."""
+    """An equal share of 100,000 cases for each kind; prints what docs/determinism.md records."""
     num_cases = SOAK_CASES // len(KINDS)
     refused = damage_and_read(KINDS[name], tmp_path / name, num_cases, seed=1)
     print(f"\n{name}: {num_cases} damaged files, {refused} refused, no other exception, none over {SLOWEST_CPU_S} s of CPU")

@@ -1,4 +1,8 @@
-"""SIGKILL at random moments, fifty times and more, resumed each time: the run ends with the bytes of one left alone."""
+"""500 SIGKILLs at random moments, resumed each time: the run ends with the bytes of one left alone.
+
+Each life of the run is a process of its own, forked from a server that has imported everything, so that most of its time is
+spent where a kill can hurt: opening the data, loading a checkpoint, training, saving, writing metrics and samples.
+"""
 
 from __future__ import annotations
 
@@ -6,57 +10,71 @@ import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.train.runs import RECIPE, arguments, metrics_of, timeless, train
+from tests.distributed.processes import FORKSERVER
+from tests.train.runs import make_run, metrics_of, timeless, train
 
-ROOT = Path(__file__).parents[2]
-STEPS = 400
-EVERY = ["checkpoint.every=1", "sample.every=7", "eval.every=11", "log.every=1"]
+KILLS = 500
+STEPS = 800
+EVERY = ("checkpoint.every=1", "sample.every=7", "eval.every=11", "log.every=1", "checkpoint.keep_last=2")
 
 pytestmark = pytest.mark.soak
 
 
-def test_fifty_kills(tmp_path: Path) -> None:
+def live(folder: str, lines: str) -> None:
+    """Go on with the run in `folder`; what it says goes to the file `lines`, line by line."""
+    torch.set_num_threads(1)
+    with open(lines, "w", buffering=1) as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+        run, _ = make_run(Path(folder), *EVERY, out="killed", steps=STEPS, resume="auto")
+        run.console.file = stream
+        run.say(f"at step {run.state.step}")
+        run.train()
+
+
+def announced(text: str) -> int:
+    """The last step whose checkpoint the run said it had saved."""
+    return max((int(step) for step in re.findall(r"^saved .*step_(\d+)$", text, re.MULTILINE)), default=0)
+
+
+def test_many_kills(tmp_path: Path) -> None:
     straight = train(tmp_path, *EVERY, out="straight", steps=STEPS)
-    words = [word for item in arguments(tmp_path, *EVERY) for word in ("--set", item)]
-    command = [sys.executable, "-m", "mok_cli", "train", str(RECIPE), *words, f"--steps={STEPS}"]
-    command += ["--out", str(tmp_path / "killed"), "--resume", "auto"]
     chance = random.Random(0)
-    kills, announced = 0, 0
+    kills = saved = before_training = 0
     while True:
-        with (tmp_path / "errors").open("w") as errors:
-            process = subprocess.Popen(
-                command,
-                cwd=tmp_path,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        assert process.stdout is not None
-        lines_left = chance.randrange(1, 24)
-        for line in process.stdout:
-            if match := re.match(r"resumed .*step_(\d+)", line):
-                assert int(match[1]) >= announced, "a checkpoint that was announced is gone"
-            if match := re.match(r"saved .*step_(\d+)", line):
-                announced = int(match[1])
-            lines_left -= 1
-            if lines_left == 0:
-                time.sleep(chance.random() * 0.05)
-                process.send_signal(signal.SIGKILL)
-        process.stdout.close()
-        code = process.wait()
-        if code == 0:
+        lines = tmp_path / "lines"
+        lines.write_text("")
+        life = FORKSERVER.Process(target=live, args=(str(tmp_path), str(lines)))
+        life.start()
+        assert life.pid is not None
+        # By what it has said (0: before anything), and then at any moment of what follows.
+        wanted = chance.choice((0, 1, 2, 3, 4, 6, 8, 10))
+        while life.exitcode is None and len(lines.read_text().splitlines()) < wanted:
+            life.join(0.002)
+        life.join(chance.random() * 0.1)
+        if life.exitcode is None:
+            os.kill(life.pid, signal.SIGKILL)
+        life.join()
+        text = lines.read_text()
+        if match := re.search(r"^at step (\d+)$", text, re.MULTILINE):
+            assert int(match[1]) >= saved, "a checkpoint that was announced is gone"
+        else:
+            before_training += 1
+        saved = max(saved, announced(text))
+        if life.exitcode == 0:
             break
-        assert code == -signal.SIGKILL, (tmp_path / "errors").read_text()
+        assert life.exitcode == -signal.SIGKILL, text
         kills += 1
-    assert kills >= 50
+        if kills % 50 == 0:
+            print(f"\n{time.strftime('%H:%M:%S')} {kills} kills, {before_training} before training, step {saved}", flush=True)
+    print(f"\n{kills} kills over {STEPS} steps, {before_training} of them before the first step of their process")
+    assert kills >= KILLS
     assert timeless(metrics_of(tmp_path / "killed")) == timeless(straight)
     assert (tmp_path / "killed/samples.jsonl").read_bytes() == (tmp_path / "straight/samples.jsonl").read_bytes()
     assert not list((tmp_path / "killed/checkpoints").glob(".unfinished*"))

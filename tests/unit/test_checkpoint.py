@@ -30,8 +30,7 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     saved = checkpoint.save(tmp_path, 7, state(), {"seed": 3}, keep_last=2)
     found = checkpoint.latest(tmp_path)
     assert found is not None and found.step == 7 and found.manifest["seed"] == 3
-    loaded = empty()
-    checkpoint.load_tensors(found, loaded)
+    loaded = checkpoint.read_tensors(found, empty())
     for name, tensor in state().items():
         assert checkpoint.tensor_bytes(loaded[name]) == checkpoint.tensor_bytes(tensor)
     digest = checkpoint.state_sha256(checkpoint.tensor_checksums(loaded))
@@ -72,19 +71,17 @@ def test_leftovers_of_a_killed_save_are_ignored_and_removed(tmp_path: Path) -> N
     assert not list(tmp_path.glob(".unfinished*"))
 
 
-def test_missing_unknown_and_differing_tensors_are_all_listed_and_nothing_is_loaded(tmp_path: Path) -> None:
+def test_missing_unknown_and_differing_tensors_are_all_listed(tmp_path: Path) -> None:
     tensors = state()
     tensors["model.extra"] = torch.ones(3)
     del tensors["model.b.weight"]
     tensors["model.a.weight"] = torch.ones(4, 4)
     saved = checkpoint.save(tmp_path, 1, tensors, {}, keep_last=0)
-    target = empty()
     with pytest.raises(CheckpointError) as caught:
-        checkpoint.load_tensors(saved, target)
+        checkpoint.read_tensors(saved, empty())
     text = str(caught.value)
     assert "missing: model.b.weight" in text and "unknown: model.extra" in text
     assert "model.a.weight: float32 [4, 4] in the checkpoint, float32 [16, 32] in the model" in text
-    assert all(tensor.isnan().all() for tensor in target.values())
 
 
 def test_one_flipped_byte_is_found_and_named(tmp_path: Path) -> None:
@@ -95,7 +92,7 @@ def test_one_flipped_byte_is_found_and_named(tmp_path: Path) -> None:
     content[content.find(moment) + 101] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match="damaged, checksums differ") as caught:
-        checkpoint.load_tensors(saved, empty())
+        checkpoint.read_tensors(saved, empty())
     assert "exp_avg:model.a.weight" in str(caught.value) and "model.b.weight" not in str(caught.value)
 
 
@@ -104,7 +101,7 @@ def test_a_truncated_file_and_a_foreign_folder_are_refused(tmp_path: Path) -> No
     (file,) = saved.path.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-50])
     with pytest.raises(CheckpointError, match="cannot be read"):
-        checkpoint.load_tensors(saved, empty())
+        checkpoint.read_tensors(saved, empty())
     with pytest.raises(CheckpointError, match="no checkpoint here"):
         checkpoint.open_checkpoint(tmp_path)
     manifest = json.loads((saved.path / "manifest.json").read_text())
@@ -130,7 +127,7 @@ def test_no_code_in_a_checkpoint_is_run(tmp_path: Path) -> None:
         file.write_bytes(payload)
     (saved.path / ".metadata").write_bytes(payload)
     with pytest.raises(CheckpointError):
-        checkpoint.load_tensors(saved, empty())
+        checkpoint.read_tensors(saved, empty())
     assert not trap.exists()
     pickle.loads(payload)
     assert trap.exists(), "the trap works"

@@ -87,7 +87,7 @@ def test_bytes_follow_the_dtypes_and_the_cells_of_the_grid():
     recipe = load("toy", ["train.dtype=bf16", "optim.moment_dtype=bf16"])
     total = sum(parameters(recipe, 512).values())
     experts = parameters(recipe, 512)["experts"]
-    alone = rank_bytes(recipe, 512, ep=1, lanes=1, positions=1, tokens=0)
+    alone = rank_bytes(recipe, 512, ep=1, replicas=1, lanes=1, positions=1, tokens=0)
     assert alone == {
         "weights": 2 * total,
         "master weights": 4 * total,
@@ -96,11 +96,12 @@ def test_bytes_follow_the_dtypes_and_the_cells_of_the_grid():
         "activations": 0,
         "exchange rows": 0,
     }
-    shared = rank_bytes(recipe, 512, ep=4, lanes=2, positions=3, tokens=0)
+    shared = rank_bytes(recipe, 512, ep=4, replicas=2, lanes=2, positions=3, tokens=0)
     assert shared["weights"] == 2 * (total - experts + experts // 4)
+    assert shared["master weights"] == shared["moments"] == 4 * ((total - experts) // 8 + experts // 4 // 2)
     assert shared["gradients"] == 4 * (6 * (total - experts) + 2 * experts // 4)
     assert checkpoint_bytes(recipe, 512) == 10 * total
-    assert rank_bytes(recipe, 512, ep=4, lanes=1, positions=1, tokens=100)["exchange rows"] == 2 * 100 * 2 * 128 * 2
+    assert rank_bytes(recipe, 512, ep=4, replicas=1, lanes=1, positions=1, tokens=100)["exchange rows"] == 2 * 100 * 2 * 128 * 2
 
 
 def test_computing_more_again_keeps_less():
@@ -111,7 +112,7 @@ def test_computing_more_again_keeps_less():
     for choice, size in kept.items():
         key = "train.recompute" if choice == "blocks" else "moe.recompute"
         chosen = load("small", [f"{key}={choice}"])
-        assert rank_bytes(chosen, 16384, ep=1, lanes=1, positions=1, tokens=8192)["activations"] == size
+        assert rank_bytes(chosen, 16384, ep=1, replicas=1, lanes=1, positions=1, tokens=8192)["activations"] == size
 
 
 def test_the_vocabulary_is_known_without_data(tmp_path: Path):
