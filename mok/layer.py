@@ -15,6 +15,7 @@ from mok.backends.interface import LayerShape, Options
 from mok.compiled import compiled_experts
 from mok.errors import UsageError
 from mok.grid import CallGrid
+from mok.launch.status import raise_if_seen, tell_host
 from mok.transport.collective import CollectiveTransport
 
 __all__ = ["grid_of", "moe", "moe_layer"]
@@ -47,7 +48,9 @@ def moe(
     share the experts, each with its own tokens or none. grid: for calls of several slices (docs/numerics.md).
 
     Differentiable in x, weights and the expert weights, whose fp32 gradient is added to `main_grad` where that attribute
-    exists, else goes to `.grad`. Raises UsageError for arguments that do not fit together.
+    exists, else goes to `.grad`. Raises UsageError for arguments that do not fit together, which on a CPU includes ids out of
+    range. The kernels of a GPU take those as masked, nobody waits for them, and RunError follows: at `mok.check_status()`, or
+    at the first call after the host has heard of it.
     """
     leading = x_TH.shape[:-1]
     if expert_ids_TK.shape[:-1] != leading or weights_TK.shape != expert_ids_TK.shape:
@@ -55,6 +58,9 @@ def moe(
             f"expert_ids {tuple(expert_ids_TK.shape)} and weights {tuple(weights_TK.shape)}: must both be {(*leading, 'K')}, "
             f"one line per row of x {tuple(x_TH.shape)}"
         )
+    eager = not torch.compiler.is_compiling()
+    if eager:
+        raise_if_seen(x_TH.device)
     y_TH, _ = moe_layer(
         x_TH.reshape(-1, x_TH.shape[-1]),
         expert_ids_TK.reshape(-1, expert_ids_TK.shape[-1]),
@@ -64,6 +70,8 @@ def moe(
         backend=backend,
         grid=grid or grid_of(group),
     )
+    if eager:
+        tell_host(x_TH.device)
     return y_TH.view(x_TH.shape)
 
 

@@ -56,12 +56,14 @@ class Options:
     recompute: what the backward computes again: none | activations | all.
     transport: None where all experts are on this rank.
     kernel: settings of a Triton backend; None takes its table's choice.
+    layer: the index that errors name, and whose status word kernels use.
     """
 
     clamp: float = 0.0
     recompute: str = "none"
     transport: Transport | None = None
     kernel: Any = None
+    layer: int = 0
 
 
 @dataclass(frozen=True)

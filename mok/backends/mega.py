@@ -82,7 +82,7 @@ def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device) -> list
 
 
 def build_schedule(expert_ids_TK: Tensor, shape: LayerShape, grid: CallGrid, options: Options) -> MegaSchedule:
-    """The plan of a call, made on the device. Ids out of range are taken as masked: nobody waits to look at them."""
+    """The plan of a call, made on the device. Ids out of range are taken as masked, and left in the layer's status word."""
     from mok.launch.mega import row_box
     from mok.launch.plan import plan_on_device
 
@@ -90,12 +90,19 @@ def build_schedule(expert_ids_TK: Tensor, shape: LayerShape, grid: CallGrid, opt
     hidden_size, units = shape.hidden_size, row_box(shape.hidden_size).units_per_block
     orders = config.forward_order, config.backward_order
     plan = plan_on_device(
-        expert_ids_TK, shape.num_experts, hidden_size, shape.intermediate_size, *orders, grid=grid, units=units
+        expert_ids_TK,
+        shape.num_experts,
+        hidden_size,
+        shape.intermediate_size,
+        *orders,
+        grid=grid,
+        units=units,
+        layer=options.layer,
     )
     shared_plan = None
     if shape.shared_size:
         everyone = expert_ids_TK.new_zeros(expert_ids_TK.shape[0], 1)
-        shared_plan = plan_on_device(everyone, 1, hidden_size, shape.shared_size, *orders, units=units)
+        shared_plan = plan_on_device(everyone, 1, hidden_size, shape.shared_size, *orders, units=units, layer=options.layer)
     return MegaSchedule(grid, plan, config, shared_plan)
 
 

@@ -85,13 +85,15 @@ def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device) -> list
 
 
 def build_schedule(expert_ids_TK: Tensor, shape: LayerShape, grid: CallGrid, options: Options) -> StagedSchedule:
-    """The call's plan, made on the device of the ids without waiting for it; ids out of range are taken as masked."""
+    """The call's plan, made on the device of the ids without waiting for it; ids out of range are taken as masked, and left in
+    the layer's status word."""
     from mok.launch.plan import TaskOrder, plan_on_device
 
     if len(set(grid.lane_of_segment)) > 1:
         raise UsageError(f"moe.backend = staged takes one lane per call, not lanes {grid.lane_of_segment}; use smaller calls")
     order = TaskOrder()
-    plan = plan_on_device(expert_ids_TK, shape.num_experts, shape.hidden_size, shape.intermediate_size, order, order, grid=grid)
+    sizes = shape.num_experts, shape.hidden_size, shape.intermediate_size
+    plan = plan_on_device(expert_ids_TK, *sizes, order, order, grid=grid, layer=options.layer)
     return StagedSchedule(grid, plan)
 
 

@@ -196,8 +196,9 @@ def norm_and_rotate_backward(
 def cross_entropy(logits, targets, losses, width, vocab_size, scale, ignored, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
     """losses[t] = log(sum over v of exp(logits[t, v])) - logits[t, target], 0 for an ignored target.
 
-    GRADIENT: logits are replaced by scale (softmax(logits) - [v is the target]), zeros for an ignored target and in the columns
-    from vocab_size on. Program: one row of width columns. Reads targets int64 [T]. Writes losses fp32 [T].
+    GRADIENT: logits are replaced by scale (one number in memory) times (softmax(logits) - [v is the target]), zeros for an
+    ignored target and in the columns from vocab_size on. Program: one row of width columns. Reads targets int64 [T]. Writes
+    losses fp32 [T].
     Example: logits (0, 0) with target 1, scale 1: loss 0.693, gradient (0.5, -0.5).
     """
     row = tl.program_id(0).to(tl.int64)
@@ -216,11 +217,12 @@ def cross_entropy(logits, targets, losses, width, vocab_size, scale, ignored, GR
     tl.store(losses + row, tl.where(counts, tl.log(total) - (chosen - top), 0.0))
     if GRADIENT:
         tl.debug_barrier()  # every thread has read its target's logit before it is overwritten
-        factor = tl.where(counts, scale / total, 0.0)
+        slope = tl.load(scale).to(tl.float32)
+        factor = tl.where(counts, slope / total, 0.0)
         for start in range(0, width, BLOCK):
             column = start + tl.arange(0, BLOCK)
             values = tl.load(line + column, mask=column < vocab_size, other=-float("inf")).to(tl.float32)
             gradient = tl.exp(values - top) * factor
-            gradient = tl.where(counts & (column == target), gradient - scale, gradient)
+            gradient = tl.where(counts & (column == target), gradient - slope, gradient)
             gradient = tl.where(counts & (column < vocab_size), gradient, 0.0)
             tl.store(line + column, gradient.to(logits.dtype.element_ty), mask=column < width)

@@ -50,29 +50,43 @@ from mok.kernels.tasks import (
 )
 
 SEGMENT_ROWS = tl.constexpr(16)  # every (expert, segment) starts on a multiple: the k16 step of a weight gradient
+STATUS_BAD_IDS = tl.constexpr(2)  # bit of the status word, see mok/launch/status.py
+
+
+@triton.jit
+def load_bins(bin_of_item, item, exists, num_bins):
+    """(bins as int32, -1 for those out of range; whether one of them is neither in range nor -1). Compared before it is
+    narrowed: an int64 id of 2^32 is out of range, not 0."""
+    given = tl.load(bin_of_item + item, mask=exists, other=-1)
+    valid = (given >= 0) & (given < num_bins)
+    return tl.where(valid, given, -1).to(tl.int32), tl.max(((given != -1) & (valid == 0)).to(tl.int32), axis=0)
 
 
 @triton.jit
 def load_run(bin_of_item, items_per_slice, runs_per_slice, num_bins, run, RUN: tl.constexpr):
-    """The bins of one run: (item indices, which of them exist, bins as int32, which bins are in range), each [RUN]."""
+    """The bins of one run: (item indices, which of them exist, bins or -1), each [RUN], and whether one is out of range."""
     within = run % runs_per_slice * RUN + tl.arange(0, RUN)
     exists = within < items_per_slice
     item = run // runs_per_slice * items_per_slice + within
-    chosen = tl.load(bin_of_item + item, mask=exists, other=-1).to(tl.int32)
-    return item, exists, chosen, (chosen >= 0) & (chosen < num_bins)
+    chosen, bad = load_bins(bin_of_item, item, exists, num_bins)
+    return item, exists, chosen, bad
 
 
 @triton.jit
-def count_runs(bin_of_item, count_of_run, items_per_slice, runs_per_slice, num_bins, RUN: tl.constexpr, BINS: tl.constexpr):
+def count_runs(
+    bin_of_item, count_of_run, status, items_per_slice, runs_per_slice, num_bins, RUN: tl.constexpr, BINS: tl.constexpr
+):
     """Computes count_of_run[r, b] = items of run r in bin b.
 
     Program: one run. Reads bin_of_item (any integer type; anything outside 0..num_bins-1 counts nowhere).
-    Writes count_of_run int32 [runs, BINS].
+    Writes count_of_run int32 [runs, BINS], and STATUS_BAD_IDS into the status word if an id is out of range and not -1.
     """
     run = tl.program_id(0)
-    _, _, chosen, valid = load_run(bin_of_item, items_per_slice, runs_per_slice, num_bins, run, RUN)
-    counts = tl.histogram(tl.where(valid, chosen, 0), BINS, mask=valid)
+    _, _, chosen, bad = load_run(bin_of_item, items_per_slice, runs_per_slice, num_bins, run, RUN)
+    counts = tl.histogram(tl.where(chosen >= 0, chosen, 0), BINS, mask=chosen >= 0)
     tl.store(count_of_run + run * BINS + tl.arange(0, BINS), counts)
+    if bad != 0:
+        tl.atomic_or(status, STATUS_BAD_IDS, sem="relaxed")
 
 
 @triton.jit
@@ -95,9 +109,9 @@ def scan_runs(count_of_run, before_run, num_runs, BINS: tl.constexpr, RUNS: tl.c
 
 
 @triton.jit
-def rank_in_run(bin_of_item, item, exists, chosen):
+def rank_in_run(bin_of_item, item, exists, chosen, num_bins):
     """How many earlier items of the run share an item's bin, int32 [RUN]."""
-    other = tl.load(bin_of_item + item, mask=exists, other=-1).to(tl.int32)
+    other, _ = load_bins(bin_of_item, item, exists, num_bins)
     earlier = (other[None, :] == chosen[:, None]) & (item[None, :] < item[:, None])
     return tl.sum(earlier.to(tl.int32), axis=1)
 
@@ -162,13 +176,14 @@ def place_routes(
     Example: experts (1, 0, 1, -1) with expert_start (0, 64) give rows (64, 0, 65, -1).
     """
     run = tl.program_id(0)
-    route, exists, expert, routed = load_run(expert_of_route_N, routes_per_slice, runs_per_slice, num_experts, run, RUN)
+    route, exists, expert, _ = load_run(expert_of_route_N, routes_per_slice, runs_per_slice, num_experts, run, RUN)
+    routed = expert >= 0
     segment = run // runs_per_slice // slices_per_segment
     first_run = segment * slices_per_segment * runs_per_slice
     expert = tl.where(routed, expert, 0)
     place = tl.load(expert_start + expert) + tl.load(row_in_expert_XE + segment * BINS + expert)
     place += tl.load(before_run + run * BINS + expert) - tl.load(before_run + first_run * BINS + expert)
-    row = tl.where(routed, place + rank_in_run(expert_of_route_N, route, exists, expert), -1)
+    row = tl.where(routed, place + rank_in_run(expert_of_route_N, route, exists, expert, num_experts), -1)
     tl.store(row_of_route_N + route, row, mask=exists)
     tl.store(route_of_row_P + row, route, mask=routed)
 
@@ -532,12 +547,13 @@ def order_tokens(
     Example: bins (2, 0, 2) give tokens (1, 0, 2), groups (0, 2, 2).
     """
     run = tl.program_id(0)
-    token, exists, chosen, valid = load_run(bin_of_token_T, num_tokens, num_runs, num_bins, run, RUN)
+    token, exists, chosen, _ = load_run(bin_of_token_T, num_tokens, num_runs, num_bins, run, RUN)
     bins = tl.arange(0, BINS)
     total = tl.load(before_run + num_runs * BINS + bins)
-    chosen = tl.where(valid, chosen, 0)
+    chosen = tl.where(exists, chosen, 0)
     start = tl.gather(tl.cumsum(total, axis=0) - total, chosen, axis=0)
-    place = start + tl.load(before_run + run * BINS + chosen) + rank_in_run(bin_of_token_T, token, exists, chosen)
+    earlier = rank_in_run(bin_of_token_T, token, exists, chosen, num_bins)
+    place = start + tl.load(before_run + run * BINS + chosen) + earlier
     num_groups = tl.load(group_start + num_experts)
     groups_per_bin = tl.maximum((num_groups + num_bins - 1) // num_bins, 1)
     group = tl.minimum((chosen + 1) * groups_per_bin, tl.maximum(num_groups, 1)) - 1

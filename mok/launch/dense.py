@@ -145,10 +145,10 @@ def norm_and_rotate_backward(
     return per_slice.sum(1) if heads.kind == "head" else per_slice.flatten(1)
 
 
-def cross_entropy(logits_TV: Tensor, vocab_size: int, targets_T: Tensor, ignored: int, scale: float | None) -> Tensor:
+def cross_entropy(logits_TV: Tensor, vocab_size: int, targets_T: Tensor, ignored: int, scale: Tensor | None) -> Tensor:
     """The loss of each token, fp32 [T]; with `scale`, the logits become the gradient of scale times their sum.
 
-    logits_TV: contiguous. targets_T: int64.
+    logits_TV: contiguous. targets_T: int64. scale: one number on the device.
     """
     losses_T = logits_TV.new_empty(logits_TV.shape[0], dtype=torch.float32)
     if losses_T.numel():
@@ -158,7 +158,7 @@ def cross_entropy(logits_TV: Tensor, vocab_size: int, targets_T: Tensor, ignored
             losses_T,
             logits_TV.shape[1],
             vocab_size,
-            scale or 0.0,
+            targets_T if scale is None else scale,
             ignored,
             GRADIENT=scale is not None,
             BLOCK=min(4096, triton.next_power_of_2(logits_TV.shape[1])),

@@ -17,7 +17,6 @@ from mok.kernels import mega, ring, tasks
 from mok.kernels.rows import sum_partials
 from mok.launch.config import KernelConfig
 from mok.launch.plan import DevicePlan
-from mok.launch.status import status_word
 
 __all__ = ["Backward", "Gradients", "RowBox", "Weights", "backward", "forward", "recompute", "row_box"]
 
@@ -313,7 +312,7 @@ def _tables(
         tasks=records,
         sizes=plan.sizes,
         counters=torch.zeros(num_counters, dtype=torch.int32, device=device),
-        status=status_word(device),
+        status=plan.status,
         route_of_row=plan.route_of_row_P,
         row_of_route=plan.row_of_route_N,
         weights=weights_TK,

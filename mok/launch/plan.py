@@ -16,6 +16,7 @@ from mok.errors import UsageError
 from mok.grid import CallGrid
 from mok.kernels import plan as kernels
 from mok.kernels import tasks
+from mok.launch.status import status_word
 
 __all__ = ["DevicePlan", "TaskOrder", "ceil_div", "max_rows", "plan_on_device", "plan_tables"]
 
@@ -62,6 +63,7 @@ class DevicePlan:
     group_target_G: [B] signals that complete each group of the forward; 0 beyond the last.
     combine_token_T: tokens in the order in which the forward completes them. combine_group_T: the group that each of those
         waits for, never falling.
+    status: int32 [1], where the kernels of this call leave what goes wrong (mok/launch/status.py).
     """
 
     num_tokens: int
@@ -79,6 +81,7 @@ class DevicePlan:
     group_target_G: Tensor
     combine_token_T: Tensor
     combine_group_T: Tensor
+    status: Tensor
 
     @property
     def max_blocks(self) -> int:
@@ -106,8 +109,10 @@ def plan_on_device(
     *,
     grid: CallGrid | None = None,
     units: int = 1,
+    layer: int = 0,
 ) -> DevicePlan:
-    """The plan of the routes `expert_ids_TK` (int32 or int64 [T, K]; -1, like any other id out of range, masks a route).
+    """The plan of the routes `expert_ids_TK` (int32 or int64 [T, K]; -1 masks a route, and so does an id out of range, which
+    is an error in the status word of `layer`).
 
     backward_order: None leaves the backward's table out. grid: the call, one rank; None is one slice.
     units: signals that the mover will give for each 64-row block of rows.
@@ -130,7 +135,8 @@ def plan_on_device(
     runs = grid.num_slices * runs_per_slice
     counts = empty(device, runs, bins)
     if runs:
-        kernels.count_runs[(runs,)](ids, counts, routes_per_slice, runs_per_slice, num_experts, RUN=RUN, BINS=bins)
+        status = status_word(device, layer)
+        kernels.count_runs[(runs,)](ids, counts, status, routes_per_slice, runs_per_slice, num_experts, RUN=RUN, BINS=bins)
     before = sum_before(counts)
     counts_CE = empty(device, grid.num_slices, num_experts)
     row_in_expert_XE = empty(device, grid.num_segments, bins)
@@ -156,6 +162,7 @@ def plan_on_device(
         forward_order,
         backward_order,
         units=units,
+        layer=layer,
     )
 
 
@@ -170,6 +177,7 @@ def plan_tables(
     backward_order: TaskOrder | None,
     *,
     units: int = 1,
+    layer: int = 0,
 ) -> DevicePlan:
     """The rest of a plan, for rows that are already placed: `plan_on_device`'s own, or those of a schedule over several ranks.
 
@@ -226,6 +234,7 @@ def plan_tables(
         group_target_G=group_target_G,
         combine_token_T=combine_token_T,
         combine_group_T=combine_group_T,
+        status=status_word(device, layer),
     )
 
 

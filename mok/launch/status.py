@@ -1,39 +1,101 @@
-"""The status word of a device: where kernels leave the reason why a launch could not be completed.
+"""Status words of a device: where kernels leave the reason why a result must not be used.
 
-A kernel that gives up waiting sets a bit and goes on, so nothing hangs and no launch waits for the host. Whoever uses results
-reads the word once its work is queued (the trainer after a step and before a checkpoint). Owns the bits and their messages.
+A kernel that gives up waiting, or is given expert ids that cannot be, sets a bit and goes on: nothing hangs, nothing is read
+from memory that is not there, and no launch waits for the host. Whoever uses results reads the words once its work is queued
+(the trainer after a step, which its update then left out). Owns the words, their bits and their messages. Read next:
+`mok/train/step.py`.
 """
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from mok.errors import RunError
 
-__all__ = ["check_status", "status_word"]
+__all__ = ["HostCopy", "check_status", "explain", "forget_status", "raise_if_seen", "status_word", "tell_host"]
 
 REASONS = {
     1: "a tile waited too long for another one: its counters never reached their target (is the device shared or stopped?)",
+    2: "expert ids out of range were taken as masked: ids must be -1 (masked) to the number of experts less 1",
 }
-"""Bit -> what happened. Bit 1 is `mok.kernels.ring.STATUS_TIMED_OUT`."""
+"""Bit -> what happened. Bit 1 is `mok.kernels.ring.STATUS_TIMED_OUT`, bit 2 `mok.kernels.plan.STATUS_BAD_IDS`."""
 
-_words: dict[torch.device, torch.Tensor] = {}
+LAYERS = 256
+"""Layers that have a word of their own; those behind share the last."""
+
+STRIDE = 4
+"""int32 from word to word: each starts on 16 bytes, or Triton would compile a kernel anew for some of them."""
 
 
-def status_word(device: torch.device) -> torch.Tensor:
-    """int32 [1] on `device`, 0 while all is well; kernels or bits into it, `check_status` reads and clears it."""
+class HostCopy:
+    """Numbers of a device as the host last heard of them; nobody ever waits."""
+
+    def __init__(self) -> None:
+        self._copy: Tensor | None = None
+
+    def refresh(self, values: Tensor) -> None:
+        """Queue a copy of `values`, always the same tensor."""
+        if self._copy is None:
+            self._copy = torch.zeros(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+        self._copy.copy_(values, non_blocking=True)
+
+    def any(self) -> bool:
+        return self._copy is not None and bool(self._copy.any())
+
+    def clear(self) -> None:
+        if self._copy is not None:
+            self._copy.zero_()
+
+
+_words: dict[torch.device, Tensor] = {}
+_seen: dict[torch.device, HostCopy] = {}
+
+
+def status_word(device: torch.device, layer: int = 0) -> Tensor:
+    """int32 [1] of a layer on `device`, 0 while all is well; kernels or bits into it. Calls of `mok.moe` are layer 0."""
     if device not in _words:
-        _words[device] = torch.zeros(1, dtype=torch.int32, device=device)
-    return _words[device]
+        _words[device] = torch.zeros(LAYERS, STRIDE, dtype=torch.int32, device=device)
+    return _words[device][min(layer, LAYERS - 1), :1]
 
 
-def check_status(device: torch.device) -> None:
-    """Wait for the device, and raise RunError with every reason that kernels have left since the last look."""
-    word = _words.get(device)
-    if word is None:
+def check_status(device: torch.device | None = None) -> None:
+    """Wait for `device` (None: the current CUDA device), and raise RunError with all that its kernels have left since the last
+    time. What they computed since then must not be used."""
+    if device is None or device == torch.device("cuda"):
+        if not torch.cuda.is_available():
+            return
+        device = torch.device("cuda", torch.cuda.current_device())
+    if device not in _words:
         return
-    bits = int(word)
-    if bits:
-        word.zero_()
-        reasons = [reason for bit, reason in REASONS.items() if bits & bit]
-        raise RunError(f"expert kernels on {device} did not finish: {'; '.join(reasons) or f'status {bits:#x}'}")
+    found = _words[device][:, 0].tolist()
+    if any(found):
+        forget_status(device)
+        reasons = "; ".join(f"layer {layer}: {explain(bits)}" for layer, bits in enumerate(found) if bits)
+        raise RunError(f"expert kernels on {device}: {reasons}")
+
+
+def forget_status(device: torch.device) -> None:
+    """All is well again."""
+    if device in _words:
+        _words[device].zero_()
+    if device in _seen:
+        torch.cuda.synchronize(device)
+        _seen[device].clear()
+
+
+def explain(bits: int) -> str:
+    """The messages of all bits of a word."""
+    return "; ".join(reason for bit, reason in REASONS.items() if bits & bit) or f"status {bits:#x}"
+
+
+def tell_host(device: torch.device) -> None:
+    """Queue a copy of the words for `raise_if_seen`; kernels that were queued before have left theirs by then."""
+    if device in _words and device.type == "cuda":
+        _seen.setdefault(device, HostCopy()).refresh(_words[device])
+
+
+def raise_if_seen(device: torch.device) -> None:
+    """RunError if the host has heard of trouble by now; waits for nothing while all is well."""
+    if device in _seen and _seen[device].any():
+        check_status(device)

@@ -46,13 +46,13 @@ def head_loss(hidden_TH: Tensor, w_VH: Tensor, vocab_size: int, targets_T: Tenso
 
 @torch.no_grad()
 def head_loss_and_gradient(
-    hidden_TH: Tensor, w_VH: Tensor, vocab_size: int, targets_T: Tensor, scale: float
+    hidden_TH: Tensor, w_VH: Tensor, vocab_size: int, targets_T: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cross-entropy of each token, the gradient of `scale` times their sum, and that of the weight if it has no sink.
 
     hidden_TH: output of the decoder. w_VH: head, V a multiple of 16 of which the first `vocab_size` rows mean something.
-    targets_T: int64, `IGNORED` for none. Returns (fp32 [T], dhidden_TH, dw_VH or None). A weight with a `grad_sink` gives its
-    gradient there, slice by slice; a frozen one gives none.
+    targets_T: int64, `IGNORED` for none. scale: float64, one number on their device. Returns (fp32 [T], dhidden_TH, dw_VH or
+    None). A weight with a `grad_sink` gives its gradient there, slice by slice; a frozen one gives none.
     """
     if has_kernels(hidden_TH):
         from mok.launch.dense import cross_entropy
@@ -72,7 +72,7 @@ def head_loss_and_gradient(
 
 
 def _losses_and_gradient(
-    hidden_TH: Tensor, w_VH: Tensor, vocab_size: int, targets_T: Tensor, scale: float
+    hidden_TH: Tensor, w_VH: Tensor, vocab_size: int, targets_T: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token, fp32 [T], and the gradient of the logits, [T, V] in the dtype of `hidden_TH`."""
     logits_TV = _shifted_logits(hidden_TH, w_VH, vocab_size)

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from mok.backends.interface import Options
 from mok.errors import UsageError
 from mok.grid import CallGrid
+from mok.launch.status import raise_if_seen, tell_host
 from mok.layer import grid_of, moe_layer
 from mok.model.router import Router, Routing, router_linear
 from mok.transport.collective import CollectiveTransport
@@ -88,7 +89,7 @@ class MoE(nn.Module):
             transport, ranks = CollectiveTransport(group), group.size()
         if num_experts % ranks:
             raise UsageError(f"{num_experts} experts cannot be shared by {ranks} ranks evenly; use a divisor of {num_experts}")
-        self.backend, self.options = backend, Options(clamp, recompute, transport)
+        self.backend, self.options = backend, Options(clamp, recompute, transport, layer=layer)
         local = num_experts // ranks
         self.w_gate_up = _empty(local, 2, intermediate_size, hidden_size, device=device, dtype=dtype)
         self.w_down = _empty(local, hidden_size, intermediate_size, device=device, dtype=dtype)
@@ -104,8 +105,16 @@ class MoE(nn.Module):
                 nn.init.normal_(weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., H] to [..., H], in the dtype of x, which is that of the parameters."""
-        return self.call(x.reshape(-1, x.shape[-1]))[0].view(x.shape)
+        """[..., H] to [..., H], in the dtype of x, which is that of the parameters.
+
+        Raises NonFiniteError for logits that are not finite. A GPU is not waited for: there the error comes with the first call
+        after the host has heard of it, or from `mok.check_status` and `router.raise_for_bad_rows`, which wait."""
+        y_TH, _ = self.call(x.reshape(-1, x.shape[-1]))
+        if x.is_cuda and not torch.compiler.is_compiling():
+            self.router.raise_for_seen_rows()
+            raise_if_seen(x.device)
+            tell_host(x.device)
+        return y_TH.view(x.shape)
 
     def call(self, x_TH: Tensor, grid: CallGrid | None = None, valid_T: Tensor | None = None) -> tuple[Tensor, MoEStats]:
         """What a trainer calls: y_TH and the statistics. grid: the call, by default one slice of each rank. valid_T: bool,

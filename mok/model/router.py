@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from mok.errors import NonFiniteError, UsageError
 from mok.grid import CallGrid
+from mok.launch.status import HostCopy
 
 __all__ = ["Router", "Routes", "Routing", "route", "router_linear", "updated_bias"]
 
@@ -95,7 +96,7 @@ def router_linear(x_TH: Tensor, w_EH: Tensor) -> Tensor:
     return _RouterLinear.apply(x_TH, w_EH)
 
 
-def updated_bias(bias_E: Tensor, counts_E: Tensor, rate: float) -> Tensor:
+def updated_bias(bias_E: Tensor, counts_E: Tensor, rate: float | Tensor) -> Tensor:
     """The correction bias after an optimizer step: plus `rate` for experts with fewer routes than the mean, minus `rate` for
     those with more. counts_E: integer, routes of the whole step over all ranks. Returns fp32."""
     total = counts_E.sum()
@@ -107,7 +108,7 @@ class Router(nn.Module):
 
     weight [E, H] in the model's dtype; correction_bias [E] (a buffer, or None) stays fp32 through every cast. layer: index that
     errors name. Non-finite logits raise NonFiniteError at once on a CPU; on a GPU, and compiled, those tokens get no route, and
-    `num_bad_rows`, a device counter that `raise_for_bad_rows` looks at, grows by their number.
+    `num_bad_rows`, a device counter, grows by their number: `raise_for_bad_rows` waits for it, `raise_for_seen_rows` does not.
     """
 
     correction_bias: Tensor | None
@@ -138,6 +139,7 @@ class Router(nn.Module):
         bias_E = torch.zeros(num_experts, dtype=torch.float32, device=device) if correction_bias else None
         self.register_buffer("correction_bias", bias_E)
         self.register_buffer("num_bad_rows", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
+        self._seen = HostCopy()
 
     def forward(self, x_TH: Tensor, grid: CallGrid | None = None, valid_T: Tensor | None = None) -> Routes:
         logits_TE = router_linear(x_TH, self.weight)
@@ -151,7 +153,7 @@ class Router(nn.Module):
         return route(logits_TE, self.routing, self.correction_bias, len((grid or CallGrid()).local_slices), valid_T)
 
     @torch.no_grad()
-    def update_bias(self, counts_E: Tensor, rate: float) -> None:
+    def update_bias(self, counts_E: Tensor, rate: float | Tensor) -> None:
         """See `updated_bias`; once per optimizer step."""
         assert self.correction_bias is not None
         self.correction_bias.copy_(updated_bias(self.correction_bias, counts_E, rate))
@@ -160,17 +162,26 @@ class Router(nn.Module):
         """NonFiniteError if any call since the last of this method had logits that are not finite; waits for the device."""
         if bad := int(self.num_bad_rows):
             self.num_bad_rows.zero_()
-            raise self._not_finite(str(bad))
+            self._seen.clear()
+            raise self.not_finite(str(bad))
+
+    def raise_for_seen_rows(self) -> None:
+        """The same for calls that the host has heard of by now; then ask to hear of those until here."""
+        if self._seen.any():
+            self.raise_for_bad_rows()
+        self._seen.refresh(self.num_bad_rows)
 
     def _raise_if_not_finite(self, logits_TE: Tensor) -> None:
         if logits_TE.numel() == 0 or all(math.isfinite(bound) for bound in torch.aminmax(logits_TE)):
             return
         bad = int((~logits_TE.isfinite().all(1)).sum())
-        raise self._not_finite(f"{bad} of {logits_TE.shape[0]}")
+        raise self.not_finite(f"{bad} of {logits_TE.shape[0]}")
 
-    def _not_finite(self, rows: str) -> NonFiniteError:
+    def not_finite(self, rows: str, rank: int | None = None) -> NonFiniteError:
+        """What to raise where `rows` (a number, in words) have logits that are not finite."""
+        where = "" if rank is None else f" on rank {rank}"
         return NonFiniteError(
-            f"router of layer {self.layer}: {rows} rows of logits hold NaN or infinity; "
+            f"router of layer {self.layer}{where}: {rows} rows of logits hold NaN or infinity; "
             "look at the loss and gradient norm of the steps before, and lower optim.lr"
         )
 

@@ -12,17 +12,18 @@ from torch import Tensor
 from mok.data.loader import IGNORED, Loader
 from mok.grid import Call, Grid
 
-__all__ = ["Batches"]
+__all__ = ["Batches", "send"]
 
 
 class Batches:
     """Batches of a grid from a loader. count: samples there are before the data repeats; None where repeating is meant."""
 
-    def __init__(self, loader: Loader, grid: Grid, device: torch.device, count: int | None = None) -> None:
-        self.loader, self.grid, self.device, self.count = loader, grid, device, count
+    def __init__(self, loader: Loader, grid: Grid, count: int | None = None) -> None:
+        self.loader, self.grid, self.count = loader, grid, count
 
     def of(self, first_sample: int, call: Call) -> tuple[Tensor, Tensor]:
-        """(inputs, targets), int64 [B, S], of this rank's slices of a call; sample `first_sample` is the step's first.
+        """(inputs, targets), int64 [B, S] on the CPU, of this rank's slices of a call; sample `first_sample` is the step's
+        first.
 
         Samples from `count` on are there for their shape only: all their targets are ignored.
         """
@@ -34,4 +35,9 @@ class Batches:
                 sequence, target = self.loader.sequence(0 if beyond else sample)
                 inputs.append(sequence)
                 targets.append(torch.full_like(target, IGNORED) if beyond else target)
-        return torch.stack(inputs).to(self.device), torch.stack(targets).to(self.device)
+        return torch.stack(inputs), torch.stack(targets)
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """CPU values on `device`, for whose arrival nobody waits."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

@@ -77,9 +77,9 @@ class Run:
         for notice in self.corpus.notices:
             self.say(f"note: {notice}")
         loader = Loader(self.corpus.train, recipe.train.sequence_length, recipe.seed, batch_size=recipe.train.batch_size)
-        self.batches = Batches(loader, grid, device)
+        self.batches = Batches(loader, grid)
         held_out = Loader(self.corpus.validation, recipe.train.sequence_length, recipe.seed)
-        self.held_out = Batches(held_out, grid, device, count=held_out.num_sequences)
+        self.held_out = Batches(held_out, grid, count=held_out.num_sequences)
         self.state = self._fresh_state()
         if start.resumed is not None:
             self._resume(start, start.resumed)

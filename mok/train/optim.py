@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mok.config import OptimConfig
-from mok.gradients import ALIGNMENT, Bank, Exchange
+from mok.gradients import ALIGNMENT, Bank, Exchange, halving_tree
 
 __all__ = ["MOMENT_DTYPES", "AdamW", "ParameterGroup", "gradient_norm", "tensor_square_sums"]
 
@@ -63,61 +63,67 @@ class ParameterGroup:
 
 
 class AdamW:
-    """One optimizer over several groups. `step` is the only method that changes anything."""
+    """One optimizer over several groups. `step` is the only method that changes anything.
+
+    What differs from update to update reaches it in tensors, so that a CUDA graph of a step can be replayed.
+    """
 
     def __init__(self, groups: Sequence[ParameterGroup], config: OptimConfig) -> None:
         self.groups = list(groups)
         self.config = config
 
+    def factors(self, step: int, lr: float) -> list[float]:
+        """What differs from one update to the next, for update number `step` (from 1): lr c / (1 - b1^t), eps c, and 1 - lr wd
+        of each group."""
+        config = self.config
+        correction = math.sqrt(1.0 - config.beta2**step)
+        rate = lr * correction / (1.0 - config.beta1**step)
+        return [rate, config.eps * correction, *(1.0 - lr * group.weight_decay for group in self.groups)]
+
     @torch.no_grad()
-    def step(self, step: int, lr: float, scale: float) -> None:
-        """Update number `step` (from 1, for the bias corrections) with gradients multiplied by `scale`."""
-        for group in self.groups:
-            factors = _factors(self.config, group.weight_decay, step, lr, scale)
+    def step(self, factors: Tensor, scale: Tensor) -> None:
+        """Update with gradients multiplied by `scale`; a scale of NaN leaves everything as it is.
+
+        factors: float64 [2 + groups], see `factors`. scale: float64, one number. Both on the device of the groups, for which
+        nobody waits.
+        """
+        if not scale.is_cuda and scale.isnan():
+            return
+        for group, numbers in zip(self.groups, self._numbers(factors, scale), strict=True):
             if group.master.is_cuda:
-                _update_in_one_pass(group, factors)
+                _update_in_one_pass(group, self.config, numbers)
             else:
-                _update_by_chunks(group, factors)
+                _update_by_chunks(group, self.config, numbers)
+
+    def _numbers(self, factors: Tensor, scale: Tensor) -> list[Tensor]:
+        """For each group (1 - b1) scale, sqrt(1 - b2) scale, eps c, lr c / (1 - b1^t) and 1 - lr wd, float64."""
+        to_avg, to_root = scale * (1.0 - self.config.beta1), scale * math.sqrt(1.0 - self.config.beta2)
+        rate, epsilon, *keeps = factors.unbind()
+        return [torch.stack((to_avg, to_root, epsilon, rate, keep)) for keep in keeps]
 
 
-@dataclass(frozen=True)
-class _Factors:
-    """The numbers of one update: m = beta1 m + grad_to_avg g, v = beta2 v + (grad_to_root g)^2,
-    w = keep w - rate m / (sqrt(v) + epsilon)."""
-
-    beta1: float
-    grad_to_avg: float
-    beta2: float
-    grad_to_root: float
-    epsilon: float
-    rate: float
-    keep: float
-
-
-def _factors(config: OptimConfig, weight_decay: float, step: int, lr: float, scale: float) -> _Factors:
-    correction = math.sqrt(1.0 - config.beta2**step)
-    return _Factors(
-        beta1=config.beta1,
-        grad_to_avg=(1.0 - config.beta1) * scale,
-        beta2=config.beta2,
-        grad_to_root=math.sqrt(1.0 - config.beta2) * scale,
-        epsilon=config.eps * correction,
-        rate=lr * correction / (1.0 - config.beta1**step),
-        keep=1.0 - lr * weight_decay,
-    )
-
-
-def _update_in_one_pass(group: ParameterGroup, factors: _Factors) -> None:
+def _update_in_one_pass(group: ParameterGroup, config: OptimConfig, numbers: Tensor) -> None:
     """On a GPU: the same operations element by element, in one kernel."""
     from mok.launch.optimizer import adamw
 
-    apart = group.weights[group.bank.shard] if group.has_master else None
-    adamw(apart, group.master, group.exp_avg, group.exp_avg_sq, group.grads, **asdict(factors))
+    weights = group.weights[group.bank.shard] if group.has_master else None
+    adamw(
+        weights,
+        group.master,
+        group.exp_avg,
+        group.exp_avg_sq,
+        group.grads,
+        numbers.float(),
+        beta1=config.beta1,
+        beta2=config.beta2,
+        decay=group.weight_decay > 0,
+    )
 
 
-def _update_by_chunks(group: ParameterGroup, factors: _Factors) -> None:
+def _update_by_chunks(group: ParameterGroup, config: OptimConfig, numbers: Tensor) -> None:
     """On a CPU: chunk by chunk. Products and sums are separate operations on purpose: `addcmul` and `lerp` round once where the
     vector unit is used and twice at the end of a tensor, so the place of a cut would show."""
+    to_avg, to_root, epsilon, rate, keep = numbers.tolist()
     size = group.bank.shard_size
     buffers = torch.empty(3, min(CHUNK, size))
     for start in range(0, size, CHUNK):
@@ -126,16 +132,16 @@ def _update_by_chunks(group: ParameterGroup, factors: _Factors) -> None:
         grad, m, v, master = group.grads[part], group.exp_avg[part], group.exp_avg_sq[part], group.master[part]
         exact = m.dtype == torch.float32
         first, second = (m, v) if exact else (wide_m.copy_(m), wide_v.copy_(v))
-        first.mul_(factors.beta1).add_(torch.mul(grad, factors.grad_to_avg, out=other))
-        torch.mul(grad, factors.grad_to_root, out=other)
-        second.mul_(factors.beta2).add_(other.mul_(other))
+        first.mul_(config.beta1).add_(torch.mul(grad, to_avg, out=other))
+        torch.mul(grad, to_root, out=other)
+        second.mul_(config.beta2).add_(other.mul_(other))
         if not exact:
             m.copy_(first)
             v.copy_(second)
-        torch.sqrt(second, out=other).add_(factors.epsilon)
-        torch.div(first, other, out=other).mul_(factors.rate)
-        if factors.keep != 1.0:
-            master.mul_(factors.keep)
+        torch.sqrt(second, out=other).add_(epsilon)
+        torch.div(first, other, out=other).mul_(rate)
+        if group.weight_decay:
+            master.mul_(keep)
         master.sub_(other)
         if group.has_master:
             group.weights[group.bank.shard][part].copy_(master)
@@ -152,7 +158,7 @@ def _block_square_sums(flat: Tensor) -> Tensor:
 
 
 def tensor_square_sums(group: ParameterGroup, matrices: Sequence[int], exchange: Exchange | None) -> Tensor:
-    """Sum of squares of the gradient of every logical tensor of a group, in the order of its bank: fp32, one dim.
+    """Sum of squares of the gradient of every logical tensor of a group, in the order of its bank: float64, one dim.
 
     matrices: for each parameter, how many logical tensors of equal size it stacks on its leading dims (experts).
     exchange: how the ranks that share the bank show one another the sums of their blocks; None for one rank.
@@ -172,14 +178,12 @@ def tensor_square_sums(group: ParameterGroup, matrices: Sequence[int], exchange:
         while part.shape[1] > ALIGNMENT:
             part = torch.nn.functional.pad(part, (0, -part.shape[1] % ALIGNMENT)).view(count, -1, ALIGNMENT).sum(-1)
         sums.append(part.sum(-1))
-    return torch.cat(sums)
+    return torch.cat(sums).double()
 
 
-def gradient_norm(square_sums: Sequence[float]) -> float:
-    """Global norm from the sums of squares of all logical tensors of all ranks. `fsum` is exact, so no order shows.
+def gradient_norm(square_sums: Tensor) -> Tensor:
+    """Global norm from the sums of squares of all logical tensors of all ranks, float64; NaN or infinity if one of them is.
 
-    NaN or infinity in any of them comes out as NaN or infinity.
+    Added as a halving tree in order of size, so that neither ranks nor the order of tensors show.
     """
-    if not all(map(math.isfinite, square_sums)):
-        return math.nan
-    return math.sqrt(math.fsum(square_sums))
+    return halving_tree(square_sums.sort().values).sqrt()

@@ -21,6 +21,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from mok.checkpoint import Writers
@@ -34,7 +35,7 @@ from mok.train.ranks import OneRank, Ranks
 from mok.train.reduction import OrderedReduction
 from mok.train.run_folder import Start
 from mok.train.watch import Watch
-from mok.transport.collective import CollectiveTransport
+from mok.transport.collective import CollectiveTransport, all_gather
 from mok.transport.progress import Progress
 
 __all__ = ["LaunchedRanks", "assemble", "join", "launch", "launched_ranks", "met", "use_private_triton_cache"]
@@ -80,6 +81,12 @@ class LaunchedRanks:
         with self.progress.waiting(stage):
             dist.all_gather_object(values, value, group=self._control)
         return values
+
+    def gather_numbers(self, numbers_N: Tensor) -> Tensor:
+        gathered = numbers_N.new_empty(self.layout.world_size * numbers_N.numel())
+        with self.progress.waiting("agreement"):
+            all_gather(gathered, numbers_N)
+        return gathered.view(self.layout.world_size, -1)
 
     def enter(self, stage: str, step: int | None = None) -> None:
         self.progress.enter(stage, step)

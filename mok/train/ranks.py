@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar
 
+from torch import Tensor
+
 from mok.checkpoint import Writers
 from mok.gradients import Exchange
 from mok.grid import Layout
@@ -32,6 +34,9 @@ class Ranks(Protocol):
     def gather(self, value: T) -> list[T]:
         """The value of every rank, in rank order; small Python values, known to all ranks afterwards."""
 
+    def gather_numbers(self, numbers_N: Tensor) -> Tensor:
+        """[R, N]: the equally many numbers of every rank, in rank order, on their device; a GPU is not waited for."""
+
     def enter(self, stage: str, step: int | None = None) -> None:
         """This rank now works on `stage` (of `step`): what the others read if it never comes back."""
 
@@ -47,6 +52,9 @@ class OneRank:
 
     def gather(self, value: T) -> list[T]:
         return [value]
+
+    def gather_numbers(self, numbers_N: Tensor) -> Tensor:
+        return numbers_N.unsqueeze(0)
 
     def enter(self, stage: str, step: int | None = None) -> None:
         """Nobody waits for the only rank."""

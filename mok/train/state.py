@@ -78,18 +78,15 @@ class TrainState:
         """One SHA-256 over names, dtypes, shapes and bytes of `tensors()` of all ranks."""
         return checkpoint.state_sha256(checkpoint.shared_checksums(self.tensors(), self.ranks.writers))
 
-    def square_sums(self) -> list[float]:
-        """Sum of squares of every logical gradient of the model, each once, whichever ranks keep it."""
-        parts: dict[bool, list[Tensor]] = {False: [], True: []}
+    def square_sums(self) -> tuple[Tensor, Tensor]:
+        """Sum of squares of every logical gradient, float64: of dense tensors, the same on all ranks, and of this rank's
+        experts, the same on all replicas."""
+        nothing = torch.zeros(0, dtype=torch.float64, device=self.device)
+        parts: dict[bool, list[Tensor]] = {False: [nothing], True: [nothing]}
         for group in self.optimizer.groups:
             matrices = [self._stacked[id(parameter)] for parameter in group.bank.parameters]
             parts[group.bank.experts].append(tensor_square_sums(group, matrices, self.ranks.exchange))
-        num_experts = sum(part.numel() for part in parts[True])
-        sums: list[float] = torch.cat(parts[True] + parts[False]).tolist()  # the only time that the host waits for a device
-        experts, dense = sums[:num_experts], sums[num_experts:]
-        # Replicas hold the same experts: the first replica speaks for all.
-        members = self.ranks.gather(experts)[: self.ranks.layout.ep]
-        return dense + [value for member in members for value in member]
+        return torch.cat(parts[False]), torch.cat(parts[True])
 
     def gather_weights(self) -> None:
         """Give every rank the weights that others updated."""

@@ -75,7 +75,7 @@ def train_recipe(recipe: Recipe, rank: int, work: Work) -> dict:
     layout = Layout(Grid.of(recipe), *work.layout, rank)
     ranks = OneRank(layout) if layout.world_size == 1 else assemble(layout, device, 60.0)
     state = TrainState(recipe, VOCABULARY, ranks, device)
-    batches = Batches(Sequences(recipe.train.sequence_length, work.masked), layout.grid, device)
+    batches = Batches(Sequences(recipe.train.sequence_length, work.masked), layout.grid)
     reports = [train_step(state, batches) for _ in range(work.steps)]
     found = {
         "sha": state.state_sha256(),

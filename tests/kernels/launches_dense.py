@@ -21,10 +21,9 @@ def launch_all(arch: int) -> None:
         dy = turned[:, :, :HEADS].contiguous()
         dense.norm_and_rotate_backward(dy, heads, part, weight, table, table, rstd, heads, 1)
     logits, targets = torch.zeros(TOKENS, VOCABULARY, dtype=torch.bfloat16), torch.zeros(TOKENS, dtype=torch.int64)
-    for scale in (None, 0.5):
+    for scale in (None, torch.zeros((), dtype=torch.float64)):
         dense.cross_entropy(logits, VOCABULARY, targets, -100, scale)
     flat, moments = torch.zeros(2, 1 << 16), torch.zeros(3, 1 << 16, dtype=torch.bfloat16)
-    numbers = dict.fromkeys(("beta1", "grad_to_avg", "beta2", "grad_to_root", "epsilon", "rate"), 0.5)
-    for weights, keep in ((moments[2], 0.9), (None, 1.0)):
-        optimizer.adamw(weights, flat[0], moments[0], moments[1], flat[1], **numbers, keep=keep)
+    for weights, decay in ((moments[2], True), (None, False)):
+        optimizer.adamw(weights, flat[0], moments[0], moments[1], flat[1], flat[0, :5], beta1=0.9, beta2=0.95, decay=decay)
     optimizer.square_sums(flat[0], 256)

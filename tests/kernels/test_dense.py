@@ -15,7 +15,7 @@ from mok.launch import dense, optimizer
 from mok.model.attention import Rotary
 from mok.model.loss import IGNORED
 from mok.model.norm import rms_norm_backward, rms_normed
-from mok.train.optim import MOMENT_DTYPES, ParameterGroup, _factors, _update_by_chunks, _update_in_one_pass
+from mok.train.optim import MOMENT_DTYPES, AdamW, ParameterGroup, _update_by_chunks, _update_in_one_pass
 from tests.tolerances import assert_same_bits
 
 
@@ -87,7 +87,7 @@ def test_cross_entropy_and_its_gradient(device: torch.device) -> None:
     expected.sum().mul(0.25).backward()
     close(dense.cross_entropy(logits, 27, targets, IGNORED, None), expected.detach(), 1e-6)
     assert logits[:, 27:].isnan().all(), "without a scale the logits stay"
-    losses = dense.cross_entropy(logits, 27, targets, IGNORED, 0.25)
+    losses = dense.cross_entropy(logits, 27, targets, IGNORED, torch.tensor(0.25, dtype=torch.float64, device=device))
     close(losses, expected.detach(), 1e-6)
     assert losses[2] == 0
     close(logits[:, :27], leaf.grad, 1e-6)
@@ -116,9 +116,15 @@ def test_the_optimizer_has_the_bits_of_separate_operations(
         parameter = torch.nn.Parameter(random(3001, device=place, dtype=weights))
         grads = random(3072, device=place, seed=1, dtype=torch.float32) ** 5
         group = ParameterGroup.of(Bank([parameter]), grads, weight_decay, MOMENT_DTYPES[moments])
+        optimizer = AdamW([group], OptimConfig())
+        update = _update_in_one_pass if one_pass else _update_by_chunks
         for step in range(1, 4):
-            factors = _factors(OptimConfig(), group.weight_decay, step, lr=1e-3, scale=0.7)
-            (_update_in_one_pass if one_pass else _update_by_chunks)(group, factors)
+            factors, scale = (torch.tensor(x, dtype=torch.float64) for x in (optimizer.factors(step, lr=1e-3), 0.7))
+            (numbers,) = optimizer._numbers(factors, scale)
+            update(group, optimizer.config, numbers.to(place))
+        if one_pass:
+            (numbers,) = optimizer._numbers(factors, scale * torch.nan)
+            update(group, optimizer.config, numbers.to(place))  # a step that must not be taken
         return group
 
     found, expected = trained(device, True), trained(torch.device("cpu"), False)

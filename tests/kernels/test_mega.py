@@ -378,6 +378,37 @@ def test_many_tokens_of_a_narrow_layer(hopper: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["mega", "staged"])
+def test_ids_out_of_range_are_an_error_of_a_later_call(backend: str, hopper: torch.device) -> None:
+    """Nobody waits: the call itself takes the route as masked, and the next one after the device got there raises."""
+    inputs = on(make_inputs(Case("bad-ids", tokens=64, hidden=64, width=64), torch.bfloat16), hopper)
+    leaves = inputs.differentiable()
+    names = ("weights_TK", "gate_EIH", "up_EIH", "down_EHI")
+
+    def call(ids_TK: Tensor) -> Tensor:
+        return mok.moe(leaves["x_TH"], ids_TK, *(leaves[name] for name in names), backend=backend)
+
+    masked, wrong = inputs.ids_TK.clone(), inputs.ids_TK.clone()
+    masked[3, 0], wrong[3, 0] = -1, inputs.gate_EIH.shape[0]
+    expected = call(masked)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = call(wrong)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert_same_bits("y", found, expected)
+    with pytest.raises(RunError, match="expert ids out of range"):
+        call(masked)
+    call(wrong)
+    with pytest.raises(RunError, match="expert ids out of range"):
+        mok.check_status()
+    mok.check_status()
+    torch.cuda.synchronize()
+    assert_same_bits("y", call(masked), expected)
+
+
+@pytest.mark.gpu
 def test_a_launch_that_gives_up_is_an_error(hopper: torch.device) -> None:
     status_word(hopper).fill_(1)
     with pytest.raises(RunError, match="waited too long"):

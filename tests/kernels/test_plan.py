@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mok.errors import UsageError
+from mok.errors import RunError, UsageError
 from mok.grid import CallGrid
 from mok.launch.plan import DevicePlan, TaskOrder, max_rows, plan_on_device
+from mok.launch.status import check_status
 from mok.reference import task_table
 from mok.schedule import build_schedule
 
@@ -60,8 +61,10 @@ ORDERS = [(case, TaskOrder(2, 0)) for case in CASES] + [
 ]  # fmt: skip
 
 
-def planned(ids_TK: torch.Tensor, num_experts: int, grid: CallGrid, order: TaskOrder, device: torch.device) -> DevicePlan:
-    return plan_on_device(ids_TK.to(device), num_experts, HIDDEN, INNER, order, order, grid=grid, units=3)
+def planned(
+    ids_TK: torch.Tensor, num_experts: int, grid: CallGrid, order: TaskOrder, device: torch.device, layer: int = 0
+) -> DevicePlan:
+    return plan_on_device(ids_TK.to(device), num_experts, HIDDEN, INNER, order, order, grid=grid, units=3, layer=layer)
 
 
 @pytest.mark.parametrize(("case", "order"), ORDERS, ids=str)
@@ -118,10 +121,16 @@ def test_more_groups_than_bins_share_the_later_group(device: torch.device) -> No
     assert order.tolist() == list(range(1200))
 
 
-def test_ids_out_of_range_are_masked(device: torch.device) -> None:
-    ids = torch.tensor([[0, 5], [-7, 1], [2**31 - 1, 0]], device=device)
-    plan = planned(ids.cpu(), 2, CallGrid(), TaskOrder(), device)
-    assert plan.row_of_route_N.tolist() == [0, -1, -1, 64, -1, 1]
+@pytest.mark.parametrize("bad", [2, 5, -2, 2**31 - 1, 2**32, 2**32 + 1, -(2**32)])
+def test_ids_out_of_range_are_masked_and_an_error(bad: int, device: torch.device) -> None:
+    """Also those that would be in range, or masked, if they were cut to 32 bits."""
+    ids = torch.tensor([[bad, 0], [1, -1], [1, 0]])
+    plan = planned(ids, 2, CallGrid(), TaskOrder(), device, layer=7)
+    assert plan.row_of_route_N.tolist() == [-1, 0, 64, -1, 65, 1]
+    with pytest.raises(RunError, match="layer 7: expert ids out of range"):
+        check_status(plan.status.device)
+    planned(ids.clamp(-1, 1), 2, CallGrid(), TaskOrder(), device, layer=7)
+    check_status(plan.status.device)
 
 
 def test_max_rows_is_reached() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from mok.errors import RunError
+from mok.launch.status import status_word
 from mok.model.loss import IGNORED
 from mok.train.optim import gradient_norm
 from mok.train.step import evaluate, train_step
@@ -103,7 +105,7 @@ def test_the_correction_bias_stays_fp32_in_a_bf16_run(tmp_path: Path) -> None:
 
 
 def test_the_norm_adds_all_tensors_and_scales_them_alike(tmp_path: Path) -> None:
-    assert gradient_norm([20.0, 100.0, 0.0]) == math.sqrt(120.0)
+    assert gradient_norm(torch.tensor([20.0, 100.0, 0.0], dtype=torch.float64)).item() == math.sqrt(120.0)
     run, _ = make_run(tmp_path, "optim.clip_norm=0.01", "optim.weight_decay=0")
     report = train_step(run.state, run.batches)
     expected = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in run.state.gradients().values()))
@@ -111,6 +113,35 @@ def test_the_norm_adds_all_tensors_and_scales_them_alike(tmp_path: Path) -> None
     m = run.state.tensors()["exp_avg:model.norm.weight"]
     clipped = run.state.gradients()["grad:model.norm.weight"] * (0.01 / expected) * 0.1
     assert (m - clipped).norm() < 1e-5 * clipped.norm()
+
+
+@pytest.mark.parametrize("trouble", ["kernel", "router", "loss"])
+def test_what_goes_wrong_on_a_device_leaves_everything_as_it_was(tmp_path: Path, trouble: str) -> None:
+    """Nobody waits for a GPU before the update is queued, so the update itself must not happen."""
+    run, _ = make_run(tmp_path, "moe.score=sigmoid", "moe.correction_bias=true", "optim.weight_decay=0.5", steps=4)
+    train_step(run.state, run.batches)
+    state, before = run.state, run.state.state_sha256()
+    with torch.no_grad():
+        if trouble == "kernel":
+            status_word(state.device, 0).fill_(3)
+        elif trouble == "router":
+            state.model.moe_layers[0].router.num_bad_rows.fill_(5)
+        else:
+            saved = state.model.w_head[7, 3].clone()
+            state.model.w_head[7, 3] = torch.inf
+    words = {
+        "kernel": "layer 0 on rank 0: a tile waited",
+        "router": "layer 0 on rank 0: 5 rows",
+        "loss": "the loss is not finite",
+    }
+    with pytest.raises(RunError, match=words[trouble]) as caught:
+        train_step(state, run.batches)
+    assert trouble != "kernel" or "out of range" in str(caught.value)
+    if trouble == "loss":
+        state.model.w_head.data[7, 3] = saved
+    assert state.step == 1 and state.state_sha256() == before
+    train_step(state, run.batches)
+    assert state.step == 2 and state.state_sha256() != before
 
 
 def test_adamw_against_float64(tmp_path: Path) -> None:

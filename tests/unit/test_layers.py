@@ -114,7 +114,7 @@ def test_head_loss_and_gradients_against_float64() -> None:
     dh, dw = torch.autograd.grad(0.125 * expected.sum(), [h, w])
 
     single = nn.Parameter(weight.float())
-    losses, dhidden, dweight = head_loss_and_gradient(hidden.float(), single, 41, targets, 0.125)
+    losses, dhidden, dweight = head_loss_and_gradient(hidden.float(), single, 41, targets, torch.tensor(0.125))
     assert dweight is not None
     assert relative_error(losses, expected) < 1e-6
     assert relative_error(dhidden, dh) < 2e-6
@@ -125,7 +125,9 @@ def test_head_loss_and_gradients_against_float64() -> None:
 
 def test_a_batch_without_any_target_has_loss_and_gradients_of_zero() -> None:
     weight = nn.Parameter(torch.randn(16, 16))
-    losses, dhidden, dweight = head_loss_and_gradient(torch.randn(32, 16), weight, 16, torch.full((32,), IGNORED), 0.5)
+    losses, dhidden, dweight = head_loss_and_gradient(
+        torch.randn(32, 16), weight, 16, torch.full((32,), IGNORED), torch.tensor(0.5)
+    )
     assert not losses.any() and not dhidden.any() and dweight is not None and not dweight.any()
 
 

@@ -83,7 +83,7 @@ def test_gradient_of_every_parameter_against_float64(variant: str) -> None:
         model = decoder(dataclasses.replace(recipe, moe=dataclasses.replace(recipe.moe, backend=backend)), dtype)
         hidden, stats = model(ids())
         targets = ids().roll(-1, 1).view(-1)
-        _, dhidden, dhead = head_loss_and_gradient(hidden.detach(), model.w_head, VOCABULARY, targets, 1 / 128)
+        _, dhidden, dhead = head_loss_and_gradient(hidden.detach(), model.w_head, VOCABULARY, targets, torch.tensor(1 / 128))
         auxiliary = sum(0.3 * layer.balance_loss_C.sum() + 0.1 * layer.z_loss_C.sum() for layer in stats)
         torch.autograd.backward([hidden, auxiliary], [dhidden, torch.ones_like(auxiliary)])
         if model.w_head.grad is None:

@@ -1,0 +1,115 @@
+"""A training step on a GPU: queued without waiting, and as a CUDA graph."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from mok.errors import NonFiniteError, RunError
+from mok.grid import Grid, Layout
+from mok.launch.status import status_word
+from mok.recipe import load
+from mok.train.batches import Batches
+from mok.train.ranks import OneRank
+from mok.train.state import TrainState
+from mok.train.step import StepReport, begin_step, finish_step, queue_step, train_step
+from tests.train.runs import RECIPE, arguments
+
+pytestmark = pytest.mark.gpu
+
+# cuBLAS reads it once, at its first product in this process; runs set it too (mok/determinism/fingerprint.py).
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+CUDA = torch.device("cuda", 0)
+VOCABULARY = 96
+
+
+@dataclass
+class Sequences:
+    """Sample i of a stream of random tokens."""
+
+    length: int
+
+    def sequence(self, index: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(VOCABULARY, (self.length + 1,), generator=torch.Generator().manual_seed(index))
+        return tokens[:-1], tokens[1:]
+
+
+def fresh(folder: Path, backend: str, *overrides: str) -> tuple[TrainState, Batches]:
+    sizes = ["model.hidden_size=128", "model.num_layers=2", "moe.num_experts=8", "moe.intermediate_size=64"]
+    recipe = load(str(RECIPE), arguments(folder, *sizes, "train.dtype=bf16", f"moe.backend={backend}", *overrides))
+    layout = Layout(Grid.of(recipe))
+    state = TrainState(recipe, VOCABULARY, OneRank(layout), CUDA)
+    return state, Batches(Sequences(recipe.train.sequence_length), layout.grid)
+
+
+@pytest.fixture(params=["mega", "staged"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    if request.param == "mega" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the megakernel runs on sm_90")
+    torch.use_deterministic_algorithms(True)
+    yield request.param
+    torch.use_deterministic_algorithms(False)
+
+
+def test_nobody_waits_for_the_device_in_a_step(tmp_path: Path, backend: str) -> None:
+    state, batches = fresh(tmp_path, backend)
+    train_step(state, batches)  # compiles, and takes memory
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        inputs = begin_step(state, batches)
+        assert inputs is not None
+        results = queue_step(state, inputs)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            results.cpu()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert finish_step(state, inputs, results).loss > 0 and state.step == 2
+
+
+CORRECTED = ("moe.score=sigmoid", "moe.correction_bias=true", "distributed.lanes=2", "distributed.slices=2")
+
+
+@pytest.mark.parametrize("overrides", [(), CORRECTED], ids=["plain", "grid"])
+def test_a_replayed_graph_of_a_step_has_the_bits_of_the_step(tmp_path: Path, backend: str, overrides: tuple[str, ...]) -> None:
+    eager, batches = fresh(tmp_path, backend, *overrides)
+    expected = [train_step(eager, batches) for _ in range(4)]
+    state, batches = fresh(tmp_path, backend, *overrides)
+    inputs = begin_step(state, batches)
+    assert inputs is not None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = queue_step(state, inputs)
+
+    def replay() -> StepReport:
+        new = begin_step(state, batches)
+        assert new is not None
+        for old_call, new_call in zip(inputs.calls, new.calls, strict=True):
+            for old, values in zip(old_call, new_call, strict=True):
+                old.copy_(values)
+        inputs.numbers.copy_(new.numbers)
+        graph.replay()
+        return finish_step(state, new, results)
+
+    assert [replay() for _ in range(4)] == expected
+    assert state.state_sha256() == eager.state_sha256()
+
+    status_word(CUDA, 1).fill_(1)
+    with pytest.raises(RunError, match="layer 1 on rank 0: a tile waited too long"):
+        replay()
+    assert state.state_sha256() == eager.state_sha256() and state.step == 4
+    weight = state.model.moe_layers[1].router.weight
+    saved = weight.detach().clone()
+    weight.data[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match="router of layer 1 on rank 0: 128 rows"):
+        replay()
+    weight.data.copy_(saved)
+    assert state.state_sha256() == eager.state_sha256()
+    assert replay() == train_step(eager, batches)
+    assert state.state_sha256() == eager.state_sha256()
