@@ -11,6 +11,8 @@ import torch
 transformers = pytest.importorskip("transformers")
 
 import mok.hf  # noqa: E402
+from mok.backends import mega  # noqa: E402
+from mok.backends.interface import LayerShape  # noqa: E402
 from mok.errors import UsageError  # noqa: E402
 
 SIZES = {
@@ -148,6 +150,34 @@ def test_a_standard_trainer_trains_with_it(tmp_path):
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", experts_implementation="mok")
     ids = torch.tensor([rows[0]])
     assert torch.equal(again.eval()(ids).logits, model.eval()(ids).logits)
+
+
+@pytest.mark.gpu
+def test_the_megakernel_runs_in_a_model_on_a_gpu(monkeypatch):
+    """Logits and gradients in bf16 are no further from fp32 than those of eager experts in bf16."""
+    device = torch.device("cuda")
+    if reasons := mega.why_not(LayerShape(256, 128, 8, 2), torch.bfloat16, device):
+        pytest.skip(f"no megakernel here: {reasons}")
+    sizes = SIZES | {"hidden_size": 256}
+    config = transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=128, num_experts=8, head_dim=64, norm_topk_prob=True)
+
+    def result(implementation: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation=implementation)
+        ids = torch.randint(0, 272, (3, 40), generator=torch.Generator().manual_seed(1)).to(device)
+        output = model.to(device, dtype)(ids, labels=ids)
+        output.loss.backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if ".experts." in name}
+        return {"logits": output.logits.detach(), **grads}
+
+    exact, eager = result("eager", torch.float32), result("eager", torch.bfloat16)
+    calls = []
+    forward = mega.forward
+    monkeypatch.setattr(mega, "forward", lambda *args: calls.append(1) or forward(*args))
+    ours = result("mok", torch.bfloat16)
+    assert len(calls) == 2
+    for name, value in exact.items():
+        assert error(ours[name].float(), value) <= 1.5 * error(eager[name].float(), value), name
 
 
 def test_plain_mok_does_not_load_transformers():
