@@ -39,7 +39,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     clamp = _clamp_of(self)
     ids_TK, order_TK = torch.sort(top_k_index, dim=1)
     weights_TK = top_k_weights.gather(1, order_TK)
-    if self._is_expert_parallel:
+    if getattr(self, "_is_expert_parallel", False):  # since transformers 5.24
         ids_TK = ids_TK.masked_fill(ids_TK >= self.num_experts, -1)
     x_TH, gate_up_E2IH, down_EHI = hidden_states, self.gate_up_proj, self.down_proj
     if torch.is_autocast_enabled(x_TH.device.type):

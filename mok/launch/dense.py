@@ -111,7 +111,7 @@ def norm_and_rotate_backward(
 ) -> Tensor | None:
     """Write the gradient of `heads` into dx, of the shape of x; returns the weight's, fp32 [slices, *shape], if there is one.
 
-    dy_BSYD: the gradient of these heads alone, contiguous.
+    dy_BSYD: the gradient of these heads alone, the channels of a token's heads side by side.
     """
     batch, length, _, dim = x_BSXD.shape
     rows = batch * length // num_slices

@@ -64,7 +64,7 @@ class Rotary:
 def _sdpa(q_BSAD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> Tensor:
     """Causal attention, [B, S, A, D] in and out.
 
-    On a GPU only the composed kernel is allowed, whose backward repeats bit for bit; what FlashAttention can do does not come
+    On a GPU only the composed kernel is allowed, whose backward repeats bit for bit; what fused attention can do does not come
     here.
     """
     q, k, v = q_BSAD.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2)
@@ -140,12 +140,10 @@ class _Heads(torch.autograd.Function):
 
 
 class _HeadsOnGpu(torch.autograd.Function):
-    """`_Heads` with one kernel each way for the norms and the rotation, and FlashAttention, whose backward repeats bit for bit
-    under `torch.use_deterministic_algorithms`.
+    """`_Heads` with one kernel each way for the norms and the rotation, and fused attention by explicit calls: a graph inside
+    this function, as `_Heads` has one, would stay in memory where blocks are computed again.
 
-    FlashAttention's two operations are called by themselves: a graph inside this function, as `_Heads` has one, would stay in
-    memory where blocks are computed again. Keeps what was projected, the reciprocal roots, rotated queries and keys, and the
-    result.
+    Keeps what was projected, the reciprocal roots, rotated queries and keys, and the result.
     """
 
     @staticmethod
@@ -161,45 +159,74 @@ class _HeadsOnGpu(torch.autograd.Function):
             dense.norm_and_rotate(heads_BSXD, part, weight, rotary.cos_SXr, rotary.sin_SXr, eps, qk_BSXD)
             for part, weight in zip(parts, (w_q, w_k), strict=True)
         ]
-        q, k, v = _flash_operands(qk_BSXD, heads_BSXD, num_q)
-        out, lse, *rest = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)
-        ctx.save_for_backward(heads_BSXD, w_q, w_k, qk_BSXD, out, lse, *rstds, *(x for x in rest[:-1] if isinstance(x, Tensor)))
-        ctx.parameters, ctx.parts, ctx.rotary, ctx.lengths = (w_q, w_k), parts, rotary, rest[2:4]
-        return out.transpose(1, 2)
+        operands = _attention_operands(qk_BSXD, heads_BSXD, num_q)
+        if not any(ctx.needs_input_grad):
+            return torch.ops.aten._scaled_dot_product_flash_attention(*operands, is_causal=True)[0].transpose(1, 2)
+        ctx.on_hopper = _on_hopper(heads_BSXD)
+        if ctx.on_hopper:
+            found = torch.ops.aten._scaled_dot_product_cudnn_attention(*operands, None, True, is_causal=True)
+            out_BSAD, lse_BAS, rest, ctx.lengths = found[0].transpose(1, 2), found[1].squeeze(-1), (), ()
+        else:
+            out, lse_BAS, *rest = torch.ops.aten._scaled_dot_product_flash_attention(*operands, is_causal=True)
+            out_BSAD, ctx.lengths, rest = out.transpose(1, 2), rest[2:4], (*rest[:2], *rest[4:6])
+        ctx.save_for_backward(heads_BSXD, w_q, w_k, qk_BSXD, out_BSAD, lse_BAS, *rstds, *rest)
+        ctx.parameters, ctx.parts, ctx.rotary = (w_q, w_k), parts, rotary
+        return out_BSAD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_BSAD: Tensor) -> tuple[Tensor | None, ...]:
         from mok.launch import dense
 
-        heads_BSXD, w_q, w_k, qk_BSXD, out, lse, *rest = ctx.saved_tensors
-        rstds, (starts_q, starts_k, seed, offset) = rest[:2], rest[2:]
-        operands = _flash_operands(qk_BSXD, heads_BSXD, ctx.parts[0].count)
-        dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            dout_BSAD.transpose(1, 2), *operands, out, lse, starts_q, starts_k, *ctx.lengths, 0.0, True, seed, offset
-        )
-        dheads_BSXD = torch.empty_like(heads_BSXD)
-        dheads_BSXD[:, :, qk_BSXD.shape[2] :] = dv.transpose(1, 2)
+        heads_BSXD, w_q, w_k, qk_BSXD, out_BSAD, lse_BAS, *rest = ctx.saved_tensors
+        rstds, rest = rest[:2], rest[2:]
+        num_q, dqk_BSXD, dheads_BSXD = ctx.parts[0].count, torch.empty_like(qk_BSXD), torch.empty_like(heads_BSXD)
+        if ctx.on_hopper:
+            from mok.launch.attention import attention_backward
+
+            attention_backward(
+                dout_BSAD.contiguous(), qk_BSXD, heads_BSXD, out_BSAD.contiguous(), lse_BAS.contiguous(), dqk_BSXD, dheads_BSXD
+            )
+        else:
+            starts_q, starts_k, seed, offset = rest
+            dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+                dout_BSAD.transpose(1, 2), *_attention_operands(qk_BSXD, heads_BSXD, num_q), out_BSAD.transpose(1, 2), lse_BAS,
+                starts_q, starts_k, *ctx.lengths, 0.0, True, seed, offset,
+            )  # fmt: skip
+            dqk_BSXD[:, :, :num_q], dqk_BSXD[:, :, num_q:] = dq.transpose(1, 2), dk.transpose(1, 2)
+            dheads_BSXD[:, :, qk_BSXD.shape[2] :] = dv.transpose(1, 2)
         found = []
         cos, sin = ctx.rotary.cos_SXr, ctx.rotary.sin_SXr
-        for d, part, weight, parameter, rstd in zip((dq, dk), ctx.parts, (w_q, w_k), ctx.parameters, rstds, strict=True):
+        for part, weight, parameter, rstd in zip(ctx.parts, (w_q, w_k), ctx.parameters, rstds, strict=True):
             slices = parameter.grad_sink.num_slices if hasattr(parameter, "grad_sink") else 1
-            dy = d.transpose(1, 2).contiguous()
+            dy = dqk_BSXD[:, :, part.first : part.first + part.count]
             dw_CX = dense.norm_and_rotate_backward(dy, heads_BSXD, part, weight, cos, sin, rstd, dheads_BSXD, slices)
             found.append(None if dw_CX is None else weight_gradient(parameter, dw_CX))
         return dheads_BSXD, found[0], found[1], None, None, None, None
 
 
-def _flash_operands(qk_BSXD: Tensor, heads_BSXD: Tensor, num_q: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as FlashAttention wants them, [B, heads, S, D], without a copy."""
+def _attention_operands(qk_BSXD: Tensor, heads_BSXD: Tensor, num_q: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as fused attention wants them, [B, heads, S, D], without a copy."""
     parts = qk_BSXD[:, :, :num_q], qk_BSXD[:, :, num_q:], heads_BSXD[:, :, qk_BSXD.shape[2] :]
     q, k, v = (part.transpose(1, 2) for part in parts)
     return q, k, v
 
 
-def _has_flash(heads_BSXD: Tensor) -> bool:
+def _has_fused_attention(heads_BSXD: Tensor) -> bool:
+    """Whether FlashAttention 2 can be used, whose backward repeats bit for bit under torch.use_deterministic_algorithms."""
     dim = heads_BSXD.shape[-1]
     return heads_BSXD.is_cuda and heads_BSXD.dtype in (torch.bfloat16, torch.float16) and dim % 8 == 0 and dim <= 256
+
+
+def _on_hopper(heads_BSXD: Tensor) -> bool:
+    """Whether training takes cuDNN's forward and the backward of `mok/kernels/attention.py`: twice as fast there as
+    FlashAttention 2, whose kernels are of the generation before. cuDNN's own backward does not repeat bit for bit."""
+    return (
+        heads_BSXD.dtype == torch.bfloat16
+        and heads_BSXD.shape[-1] in (64, 128)
+        and torch.cuda.get_device_capability(heads_BSXD.device) == (9, 0)
+        and torch.backends.cudnn.is_available()
+    )
 
 
 def _groups(qk_BSXD: Tensor, kind: str, num_q: int) -> list[Tensor]:
@@ -252,7 +279,7 @@ class Attention(nn.Module):
         """[T, H] to [T, H]; the T tokens are `batch` sequences one after the other."""
         config = self.config
         heads_BSXD = linear(x_TH, self.w_qkv, self.b_qkv).view(batch, x_TH.shape[0] // batch, -1, config.head_dim)
-        attend = _HeadsOnGpu if _has_flash(heads_BSXD) else _Heads
+        attend = _HeadsOnGpu if _has_fused_attention(heads_BSXD) else _Heads
         out_BSAD = attend.apply(
             heads_BSXD, self.w_q_norm, self.w_k_norm, config.qk_norm, config.num_heads, config.norm_eps, rotary
         )

@@ -114,7 +114,7 @@ def test_the_optimizer_has_the_bits_of_separate_operations(
 ) -> None:
     def trained(place: torch.device, one_pass: bool) -> ParameterGroup:
         parameter = torch.nn.Parameter(random(3001, device=place, dtype=weights))
-        grads = random(3072, device=place, seed=1, dtype=torch.float32) ** 5
+        grads = (random(3072, device=torch.device("cpu"), seed=1, dtype=torch.float32) ** 5).to(place)
         group = ParameterGroup.of(Bank([parameter]), grads, weight_decay, MOMENT_DTYPES[moments])
         optimizer = AdamW([group], OptimConfig())
         update = _update_in_one_pass if one_pass else _update_by_chunks

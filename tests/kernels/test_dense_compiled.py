@@ -18,3 +18,12 @@ def test_every_kernel_compiles_without_spills_and_rounds_products_apart(arch: in
     for report in found:
         assert report["spill_bytes"] == 0, report
         assert report["instructions"]["fused_multiply_add"] == 0, report
+
+
+def test_the_backward_of_attention_uses_hopper_units() -> None:
+    found = reports(90, "tests.kernels.launches_attention")
+    tiles = [report for report in found if report["kernel"] in ("attention_backward_kv", "attention_backward_q")]
+    assert len(tiles) == 4 and len(found) == 6
+    for report in tiles:
+        assert report["instructions"]["wgmma"] > 0 and report["instructions"]["bulk_load"] > 0, report
+        assert report["spill_bytes"] <= 256 and not report["warnings"], report
