@@ -119,10 +119,9 @@ def save(
 ) -> Checkpoint:
     """Write checkpoint `step` under `folder` (a run's `checkpoints`) and make it the latest. Called by every rank.
 
-    tensors: name -> tensor; what several ranks hold is the same on all of them and written by one. All ranks go through
-    theirs in order, once, so they may be put together on the way; a rank keeps those that it writes, in host memory.
-    facts: JSON values that go into the manifest. keep_last: older complete checkpoints beyond this number are removed, after
-    the new one is safe; 0 keeps all. writers: the ranks of the launch, one by default.
+    tensors: name -> tensor; what several ranks hold is the same on all of them and written by one. facts: JSON values that go
+    into the manifest. keep_last: older complete checkpoints beyond this number are removed, after the new one is safe; 0 keeps
+    all. writers: the ranks of the launch, one by default.
     Raises CheckpointError, on every rank, where the disk is full (with path and bytes) or the folder cannot be written, having
     removed the unfinished files; an existing checkpoint of this step is never overwritten.
     """
@@ -131,7 +130,7 @@ def save(
     unfinished = folder / f".unfinished-{path.name}"
     names = writers.gather(list(tensors))
     writer_of = _share_names(names)
-    mine = {name: _on_host(tensor) for name, tensor in tensors.items() if writer_of[name] == writers.rank}
+    mine = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items() if writer_of[name] == writers.rank}
     needed = sum(writers.gather(sum(tensor.numel() * tensor.element_size() for tensor in mine.values())))
 
     def together(work: Callable[[], None]) -> None:
@@ -192,11 +191,6 @@ def save(
 
     together(publish)
     return Checkpoint(path, manifest)
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    """On a CPU and contiguous."""
-    return tensor.detach().cpu().contiguous()
 
 
 def _share_names(names: list[list[str]]) -> dict[str, int]:

@@ -65,8 +65,8 @@ class Keeper:
 
 
 class Flipper:
-    """Flips the bit of a Flip in one process: the rank that is the only one, or the first, to have the tensor; or, of one that
-    ranks keep in shards, the rank that keeps the bit, and then in what all of them are shown."""
+    """Flips the bit of a Flip in one process: the rank that is the only one, or the first, to have the tensor, or that speaks
+    for it."""
 
     def __init__(self, flip: Flip, layout: Layout, state: TrainState) -> None:
         self._flip, self._layout, self._state = flip, layout, state
@@ -78,15 +78,16 @@ class Flipper:
             self.names.add(key.name)
         if (key.step, key.name) != (self._flip.step, self._flip.name) or self.done:
             return
-        if (place := self._state.places.get(key.name)) is not None and place.is_sharded:
-            flip_bit(tensor, self._flip.bit)
+        place = self._state.places.get(key.name)
+        if place is None or place.bank is None or place.bank.num_shards == 1:
+            if not self._is_first(key.name):
+                return
+        elif place.is_shared:
+            # What is recorded was put together from several ranks; the bit must also change where it is kept.
             bit = self._flip.bit - 8 * place.kept.element_size() * place.first
             if 0 <= bit < 8 * place.kept.element_size() * place.kept.numel():
                 flip_bit(place.kept, bit)
-        elif self._is_first(key.name):
-            flip_bit(tensor, self._flip.bit)
-        else:
-            return
+        flip_bit(tensor, self._flip.bit)
         self.done = True
 
     def _is_first(self, name: str) -> bool:

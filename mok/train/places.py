@@ -6,7 +6,7 @@ models, files or optimizers. Read next: `Bank` in `mok/gradients.py`, which cuts
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mok.gradients import Bank, Exchange
 
-__all__ = ["Place", "WholeTensors"]
+__all__ = ["Place", "spoken_for"]
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,25 @@ class Place:
         return cls(shape, kept, low - start, bank, start)
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether other ranks keep parts of it."""
-        return self.bank is not None and self.bank.num_shards > 1
+    def is_shared(self) -> bool:
+        """Whether several ranks keep parts of it."""
+        if self.bank is None:
+            return False
+        size = self.bank.shard_size
+        return self.start // size != (self.start + self.shape.numel() - 1) // size
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks for the tensor where one is enough: it has it, or keeps its first element."""
+        return self.first == 0 and self.kept.numel() > 0
 
     def put(self, value: Tensor) -> None:
         """Set what is kept here from the whole tensor."""
         self.kept.copy_(value.reshape(-1)[self.first : self.first + self.kept.numel()])
 
     def whole(self, exchange: Exchange | None) -> Tensor:
-        """The tensor: a view where one rank keeps all of it, else put together by the ranks that keep it, all of which call."""
-        if not self.is_sharded:
+        """The tensor: a view where this rank keeps all of it, else put together by all ranks that have the bank."""
+        if not self.is_shared:
             return self.kept.view(self.shape)
         assert self.bank is not None and exchange is not None
         values = torch.empty(self.shape.numel(), dtype=self.kept.dtype, device=self.kept.device)
@@ -60,18 +68,13 @@ class Place:
         return values.view(self.shape)
 
 
-class WholeTensors(Mapping[str, Tensor]):
-    """name -> whole tensor. On several ranks each is put together when it is asked for, so all of them must ask for the same
-    ones in the same order, as going through `items()` does."""
-
-    def __init__(self, places: Mapping[str, Place], exchange: Exchange | None) -> None:
-        self.places, self._exchange = places, exchange
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.places[name].whole(self._exchange)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.places)
-
-    def __len__(self) -> int:
-        return len(self.places)
+def spoken_for(places: Mapping[str, Place], exchange: Exchange | None) -> dict[str, Tensor]:
+    """The whole tensors that this rank speaks for, views as far as possible. Every rank of a launch must call this, since the
+    few tensors that lie across the border of two shards are put together by all."""
+    found = {}
+    for name, place in places.items():
+        if place.is_shared or place.speaks:
+            tensor = place.whole(exchange)
+            if place.speaks:
+                found[name] = tensor
+    return found

@@ -20,7 +20,7 @@ from mok.errors import UsageError
 from mok.gradients import Bank, GradStore
 from mok.model.transformer import DTYPES, Decoder, LogicalTensor, initial_values
 from mok.train.optim import MOMENT_DTYPES, AdamW, ParameterGroup, tensor_square_sums
-from mok.train.places import Place, WholeTensors
+from mok.train.places import Place, spoken_for
 from mok.train.ranks import Ranks
 
 __all__ = ["TrainState"]
@@ -64,15 +64,17 @@ class TrainState:
                     place.put(here)
         self._keep_frozen_values()
 
-    def tensors(self) -> WholeTensors:
-        """Every tensor of the state that this rank has or keeps a part of: weights by their name, then master weights and
-        moments with "master:", "exp_avg:" or "exp_avg_sq:" before it. Master weights that are the weights themselves are not
-        repeated."""
-        return self._whole(lambda name: not name.startswith("grad:"))
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the state that this rank speaks for: weights by their name, then master weights and moments with
+        "master:", "exp_avg:" or "exp_avg_sq:" before it. Master weights that are the weights themselves are not repeated.
 
-    def gradients(self) -> WholeTensors:
-        """The main gradients of the last step, with "grad:" before the tensor's name."""
-        return self._whole(lambda name: name.startswith("grad:"))
+        Weights are whole on every rank that computes with them; anything else has one speaker. All ranks must call this.
+        """
+        return spoken_for(self._places_of(gradients=False), self.ranks.exchange)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The main gradients of the last step, with "grad:" before the tensor's name; likewise."""
+        return spoken_for(self._places_of(gradients=True), self.ranks.exchange)
 
     def state_sha256(self) -> str:
         """One SHA-256 over names, dtypes, shapes and bytes of `tensors()` of all ranks."""
@@ -107,7 +109,7 @@ class TrainState:
 
     def load(self, saved: checkpoint.Checkpoint) -> None:
         """Become the state of a checkpoint. Raises CheckpointError, with nothing changed, where it does not fit exactly."""
-        places = self.tensors().places
+        places = self._places_of(gradients=False)
         everywhere = {name for names in self.ranks.gather(list(places)) for name in names}
         expected = {name: torch.empty(place.shape, dtype=place.kept.dtype, device="meta") for name, place in places.items()}
         for name, value in checkpoint.read_tensors(saved, expected, elsewhere=everywhere).items():
@@ -184,8 +186,8 @@ class TrainState:
                 found[kind + tensor.name] = Place.in_shard(group.bank, flat, start, view.shape)
         return found
 
-    def _whole(self, chosen: Callable[[str], bool]) -> WholeTensors:
-        return WholeTensors({name: place for name, place in self.places.items() if chosen(name)}, self.ranks.exchange)
+    def _places_of(self, *, gradients: bool) -> dict[str, Place]:
+        return {name: place for name, place in self.places.items() if name.startswith("grad:") == gradients}
 
     def _keep_frozen_values(self) -> None:
         names = [kind + tensor.name for tensor in self._frozen for kind in ("", "master:")]

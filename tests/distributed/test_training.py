@@ -101,6 +101,8 @@ def check(works: list[Work]) -> None:
                 assert torch.equal(tensor, expected["gradients"][name]), (work, rank, name)
             for name, tensor in result["dense"].items():
                 assert torch.equal(tensor, expected["dense"][name]), (work, rank, name)
+        spoken = [name for rank in found for name in rank[i]["gradients"]]
+        assert sorted(spoken) == sorted(expected["gradients"]), "one rank speaks for each gradient"
 
 
 def test_two_ranks() -> None:
@@ -138,7 +140,7 @@ def kept_bytes(rank: int, world_size: int, layout: tuple[int, int]) -> dict[str,
     work = Work(layout, ("train.dtype=bf16",))
     recipe = recipe_of(work)
     ranks = assemble(Layout(Grid.of(recipe), *layout, rank), torch.device("cpu"), 60.0)
-    places = TrainState(recipe, VOCABULARY, ranks, torch.device("cpu")).tensors().places
+    places = TrainState(recipe, VOCABULARY, ranks, torch.device("cpu")).places
     ranks.watch.stop()
     kinds = {"weights": ("model.", "lm_head."), "master weights": ("master:",), "moments": ("exp_avg:", "exp_avg_sq:")}
     return {
