@@ -1,0 +1,104 @@
+"""Operands of expert products, rounded to an 8-bit format and back.
+
+Owns the emulation of 8-bit products: the torch backend multiplies dequantised values. Those have 4 significant bits, so bf16
+holds them (down to 2^-133) and a product of two is exact in fp32; what is left of an 8-bit product is its sum, in fp32 as ever.
+Plain PyTorch on a CPU, `mok/launch/quantize.py` on a GPU, with the same bits. Knows nothing of experts. Read next:
+`mok/reference/quantization.py`, the definition in loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from mok.quantization import Format
+
+__all__ = ["Operand", "WeightCache", "round_row_groups", "round_rows", "round_weight"]
+
+
+class Operand(NamedTuple):
+    """A weight [.., A, B] as products take it that contract over B (forward), and that contract over A (towards the input)."""
+
+    over_columns: Tensor
+    over_rows: Tensor
+
+
+class WeightCache:
+    """The rounded weights of one layer, kept from call to call until their owner says that the weights have changed."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Operand] = {}
+
+    def get(self, name: str, make: Callable[[], Operand]) -> Operand:
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+
+def round_rows(x_MC: Tensor, block: int) -> Tensor:
+    """x [M, C], fp32 or bf16, with every `block` values of a row quantised and back; C is a multiple of `block`."""
+    if x_MC.is_cuda:
+        from mok.launch.quantize import quantize
+
+        return quantize(x_MC, block, along_columns=False).rows.dequantized(x_MC.dtype)
+    rows, columns = x_MC.shape
+    return _round(x_MC.reshape(rows, columns // block, block), (2,)).view(rows, columns)
+
+
+def round_row_groups(x_MC: Tensor, block: int) -> Tensor:
+    """The same down the columns: in each, `block` rows from the first on share a scale; the last group may be short."""
+    if x_MC.is_cuda:
+        from mok.launch.quantize import quantize
+
+        return quantize(x_MC, block, along_rows=False).columns.dequantized(x_MC.dtype)
+    rows, columns = x_MC.shape
+    grouped = pad(x_MC, (0, 0, 0, -rows % block)).view(-1, block, columns)
+    return _round(grouped, (1,)).view(-1, columns)[:rows]
+
+
+def round_weight(w_LAB: Tensor, form: Format) -> Operand:
+    """A stack of weights, each [A, B] with both sizes multiples of the block, in both orientations."""
+    w_MB = w_LAB.reshape(-1, w_LAB.shape[2])  # no block straddles two weights of the stack
+    if w_MB.is_cuda:
+        from mok.launch.quantize import quantize, quantize_squares
+
+        if form.square_weights:
+            both = quantize_squares(w_MB, form.block).dequantized(w_MB.dtype).view_as(w_LAB)
+            return Operand(both, both)
+        found = quantize(w_MB, form.block)
+        return Operand(*(part.dequantized(w_MB.dtype).view_as(w_LAB) for part in (found.rows, found.columns)))
+    if form.square_weights:
+        rows, columns = w_MB.shape
+        blocks = w_MB.reshape(rows // form.block, form.block, columns // form.block, form.block)
+        both = _round(blocks, (1, 3)).view(w_LAB.shape)
+        return Operand(both, both)
+    return Operand(*(part(w_MB, form.block).view(w_LAB.shape) for part in (round_rows, round_row_groups)))
+
+
+def _round(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """`blocks`, fp32 or bf16, each scaled by the least power of two that brings its largest value (over `dims`) to 448, rounded
+    to E4M3 and scaled back, in new memory. Exact operations on bits and floats only, so neither threads nor vectors show."""
+    values = blocks.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    bits = values.view(torch.int32)
+    scratch = torch.bitwise_and(bits, 0x7FFFFFFF)
+    largest = scratch.amax(dims, keepdim=True)
+    # 448 = 1.75 * 2^8, and 0x600000 is the .75 among the 23 bits of a fraction. Codes of scales as in E8M0: 127 is 1.
+    scales = ((largest >> 23) - 8 + ((largest & 0x7FFFFF) > 0x600000)).clamp_(min=0)
+    values.mul_(((254 - scales) << 23).view(torch.float32))
+    # Of a value in [2^e, 2^(e+1)) three bits of fraction stay, below 2^-6 multiples of 2^-9. Adding 1.5 * 2^(e + 20) puts
+    # the last of them at the end of a float, which rounds there, ties to even, and taking it away again is exact.
+    torch.bitwise_and(bits, 0x7F800000, out=scratch).clamp_(min=(127 - 6) << 23).add_((20 << 23) | 0x400000)
+    magic = scratch.view(torch.float32)
+    rounded = torch.add(values, magic).sub_(magic).copysign_(values)
+    rounded.mul_(torch.where(scales == 0, 0x400000, scales << 23).view(torch.float32))
+    bad = largest >= 0x7F800000  # NaN or infinity somewhere in the block
+    if bool(bad.any()):
+        rounded.masked_fill_(bad, torch.nan)
+    return rounded.to(blocks.dtype)

@@ -1,0 +1,75 @@
+"""Launches of `mok/kernels/quantize.py`: 8-bit codes and scales of a matrix, in one orientation or in both in one pass.
+
+Owns their memory and the way back to bf16 or fp32. Must not know of experts or of which operand a matrix is. Read next:
+`mok/backends/quantization.py`, which calls it on a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mok.kernels.quantize import quantize_tiles
+
+__all__ = ["Both", "Quantized", "quantize", "quantize_squares"]
+
+TILE_COLUMNS = 128
+
+
+class Quantized(NamedTuple):
+    """codes: float8_e4m3fn [M, C]. scales: float8_e8m0fnu, one for every block of `block_rows` x `block_columns` values."""
+
+    codes: Tensor
+    scales: Tensor
+    block_rows: int
+    block_columns: int
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """code * scale [M, C]; in bf16 exact from 2^-133 on."""
+        scales = self.scales.float().repeat_interleave(self.block_columns, 1)
+        return (self.codes.float() * scales.repeat_interleave(self.block_rows, 0)[: self.codes.shape[0]]).to(dtype)
+
+
+class Both(NamedTuple):
+    """rows: blocks along a row, the contraction axis being the columns. columns: blocks down a column."""
+
+    rows: Quantized
+    columns: Quantized
+
+
+def quantize(x_MC: Tensor, block: int, *, along_rows: bool = True, along_columns: bool = True) -> Both:
+    """Codes and scales of x [M, C], bf16 or fp32, C a multiple of `block`; what was not asked for is empty."""
+    rows, columns = x_MC.shape
+    in_rows = _empty(x_MC, columns if along_rows else 0, (rows, columns // block), (1, block))
+    in_columns = _empty(x_MC, columns if along_columns else 0, (-(-rows // block), columns), (block, 1))
+    _launch(x_MC, block, in_rows, in_columns, ROWS=along_rows, COLUMNS=along_columns, SQUARES=False)
+    return Both(in_rows, in_columns)
+
+
+def quantize_squares(x_MC: Tensor, block: int) -> Quantized:
+    """The same with one scale for block x block values; M and C are multiples of `block`."""
+    rows, columns = x_MC.shape
+    found = _empty(x_MC, columns, (rows // block, columns // block), (block, block))
+    _launch(x_MC, block, found, found, ROWS=False, COLUMNS=False, SQUARES=True)
+    return found
+
+
+def _empty(x_MC: Tensor, columns: int, scales: tuple[int, int], block: tuple[int, int]) -> Quantized:
+    codes = torch.empty(x_MC.shape[0], columns, dtype=torch.float8_e4m3fn, device=x_MC.device)
+    return Quantized(codes, torch.empty(scales, dtype=torch.float8_e8m0fnu, device=x_MC.device), *block)
+
+
+def _launch(x_MC: Tensor, block: int, in_rows: Quantized, in_columns: Quantized, **orientations: bool) -> None:
+    rows, columns = x_MC.shape
+    if x_MC.stride(1) != 1:
+        x_MC = x_MC.contiguous()
+    outputs = [part.view(torch.uint8) for found in (in_rows, in_columns) for part in (found.codes, found.scales)]
+    # 32 values for each thread: more would not stay in registers.
+    grid = -(-rows // block), -(-columns // TILE_COLUMNS)
+    if rows and columns:
+        quantize_tiles[grid](
+            x_MC, *outputs, rows, columns, x_MC.stride(0), BLOCK=block, TILE=TILE_COLUMNS, **orientations,
+            num_warps=block // 8, enable_fp_fusion=False,
+        )  # fmt: skip
