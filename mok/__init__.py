@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from mok.launch.status import check_status
     from mok.layer import moe
     from mok.model.moe import MoE
+    from mok.quantization import Quantization
 
-__all__ = ["MoE", "check_status", "errors", "moe"]
+__all__ = ["MoE", "Quantization", "check_status", "errors", "moe"]
 __version__ = "0.1.0"
 
 # MKL splits the sum of a long, narrow product among its threads, so their number shows in the bits; in this mode it does not,
@@ -32,6 +33,8 @@ def __getattr__(name: str) -> Any:
         return import_module("mok.layer").moe
     if name == "check_status":
         return import_module("mok.launch.status").check_status
+    if name == "Quantization":
+        return import_module("mok.quantization").Quantization
     if name == "errors":
         return import_module("mok.errors")
     raise AttributeError(f"module 'mok' has no attribute {name!r}")

@@ -32,7 +32,8 @@ def compiled_experts(
 ) -> tuple[Tensor, Tensor]:
     """What `mok.layer.moe_layer` returns, traceable with fullgraph=True. Gradients go to `.grad`.
 
-    Raises UsageError for several ranks, and for parameters with a `main_grad`, which a compiled backward would not fill.
+    Raises UsageError for several ranks, for 8-bit operands, and for parameters with a `main_grad`, which a compiled backward
+    would not fill.
     """
     if options.transport is not None:
         raise UsageError("experts on several ranks cannot be compiled; call the layer outside of torch.compile")
@@ -41,6 +42,8 @@ def compiled_experts(
             raise UsageError(
                 "under torch.compile expert gradients go to .grad: remove main_grad, or call the layer outside of it"
             )
+    if options.quantization is not None:
+        raise UsageError(f"{options.quantization.format} experts cannot be compiled; call the layer outside of torch.compile")
     lanes = list(grid.lane_of_segment)
     scales = [] if shared_scale_T is None else [shared_scale_T]
     return torch.ops.mok.experts(

@@ -11,6 +11,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
+from mok.quantization import FORMATS, Quantization
+
 __all__ = [
     "CheckpointConfig",
     "DataConfig",
@@ -111,6 +113,12 @@ class MoEConfig:
     transport: str = key("auto", "how rows travel between ranks", choices=("auto", "collective", "peer"))
     ep: int | str = key(1, "ranks R that share the experts of a layer; a number, or auto", low=1, choices=("auto",))
     recompute: str = key("none", "what the expert layer computes again in the backward", choices=("none", "activations", "all"))
+    quantize_weight_gradients: bool = key(
+        False, "with an 8-bit train.dtype, 8-bit operands for the routed experts' weight gradients too; else they are bf16"
+    )
+    quantize_shared_experts: bool = key(
+        False, "with an 8-bit train.dtype, 8-bit operands for the shared experts too, but for their weight gradients"
+    )
 
 
 @dataclass(frozen=True)
@@ -133,7 +141,11 @@ class TrainConfig:
     steps: int = key(100, "optimizer steps", low=1)
     batch_size: int = key(16, "sequences per step over all ranks", low=1)
     sequence_length: int = key(128, "tokens per sequence", low=2)
-    dtype: str = key("fp32", "dtype of weights and activations in the forward and backward", choices=("fp32", "bf16"))
+    dtype: str = key(
+        "fp32",
+        "dtype of weights and activations; mxfp8 and fp8_block: bf16, with 8-bit operands for the experts' products",
+        choices=("fp32", "bf16", *FORMATS),
+    )
     recompute: str = key("none", "blocks computed again in the backward", choices=("none", "blocks"))
     threads: int = key(0, "CPU threads; 0 leaves torch's default. No choice changes a bit", low=0)
     freeze: tuple[str, ...] = key((), "tensor names (shell patterns) that are not trained")
@@ -224,6 +236,13 @@ class Recipe:
     sample: SampleConfig = field(default_factory=SampleConfig)
     log: LogConfig = field(default_factory=LogConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """What of the expert layers is quantised; None in fp32 and bf16."""
+        if self.train.dtype not in FORMATS:
+            return None
+        return Quantization(self.train.dtype, self.moe.quantize_weight_gradients, self.moe.quantize_shared_experts)
 
     def problems(self) -> list[tuple[str, str, str]]:
         """(key, what, fix) for each rule across keys that does not hold; rules of one key are `mok.recipe`'s."""
@@ -330,11 +349,26 @@ class Recipe:
                     f"use {model.init.removeprefix('hf:')}/tokenizer.json",
                 )
             )
+        found += self._quantization_problems()
         if moe.transport == "peer":
             found.append(("moe.transport", "peer memory between GPUs is not built", 'use "auto" or "collective" (all-to-all)'))
         if moe.shared_gate and not moe.num_shared_experts:
             found.append(("moe.shared_gate", "is set but moe.num_shared_experts is 0", "set num_shared_experts"))
         return found
+
+    def _quantization_problems(self) -> list[tuple[str, str, str]]:
+        moe, quantization = self.moe, self.quantization
+        if quantization is None:
+            switches = ("quantize_weight_gradients", "quantize_shared_experts")
+            what = f"is set but train.dtype = {self.train.dtype} quantises nothing"
+            fix = f"set train.dtype to {' or '.join(FORMATS)}"
+            return [(f"moe.{name}", what, fix) for name in switches if getattr(moe, name)]
+        sizes = {"model.hidden_size": self.model.hidden_size, "moe.intermediate_size": moe.intermediate_size}
+        if quantization.shared_experts and moe.num_shared_experts and moe.shared_intermediate_size:
+            sizes["moe.shared_intermediate_size"] = moe.shared_intermediate_size
+        form = quantization.of_blocks
+        what, fix = f"is not a multiple of {form.block}, the block of {form.name}", f"use a multiple of {form.block}"
+        return [(name, f"{size} {what}", fix) for name, size in sizes.items() if size % form.block]
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, tuples as lists, in declaration order."""

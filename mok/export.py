@@ -87,13 +87,13 @@ def export(
 ) -> ExportReport:
     """Write `run` to the folder `to` as safetensors, config, tokenizer and card; nothing is left there if it fails.
 
-    family: a name of `FAMILIES`; None takes the first that can express the recipe. dtype: bf16 or fp32; None takes the
-    recipe's. Weights in fp32 are the master weights. wrote(done, total): called with bytes after each tensor.
+    family: a name of `FAMILIES`; None takes the first that can express the recipe. dtype: bf16 or fp32; None takes that of
+    the recipe's weights. Weights in fp32 are the master weights. wrote(done, total): called with bytes after each tensor.
     Raises UsageError for a recipe no family can express and for a target that exists and is not empty, NonFiniteError for
     NaN or infinite weights unless `allow_nan`, CheckpointError for a damaged checkpoint, RunError where the disk is full.
     """
     chosen = choose_family(run.recipe, family)
-    dtype = dtype or run.recipe.train.dtype
+    dtype = dtype or ("fp32" if run.recipe.train.dtype == "fp32" else "bf16")
     weights = _Weights(run, chosen, dtype, allow_nan=allow_nan)
     shards = shard_entries(weights.entries, max_shard_bytes)
     total = sum(entry.num_bytes for entry in weights.entries)

@@ -16,6 +16,7 @@ from mok.compiled import compiled_experts
 from mok.errors import UsageError
 from mok.grid import CallGrid
 from mok.launch.status import raise_if_seen, tell_host
+from mok.quantization import Quantization
 from mok.transport.collective import CollectiveTransport
 
 __all__ = ["grid_of", "moe", "moe_layer"]
@@ -34,6 +35,7 @@ def moe(
     clamp: float = 0.0,
     backend: str = "auto",
     recompute: str = "none",
+    quantization: Quantization | None = None,
     grid: CallGrid | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
@@ -44,8 +46,9 @@ def moe(
     weights_TK: router weights, any sign; used in fp32. w_gate_EIH, w_up_EIH [E, I, H], w_down_EHI [E, H, I]: in the dtype of
     x, any strides and sizes; with several ranks this rank's E / ranks experts.
     clamp: SwiGLU takes min(gate, clamp) and up within +-clamp; 0 for no limits. backend: auto, or a name that must be able to
-    run. recompute: none, activations or all of what the backward needs is computed again instead of kept. group: the ranks that
-    share the experts, each with its own tokens or none. grid: for calls of several slices (docs/numerics.md).
+    run. recompute: none, activations or all of what the backward needs is computed again instead of kept. quantization:
+    operands in 8 bits (docs/numerics.md); H and I are then multiples of its block. group: the ranks that share the experts,
+    each with its own tokens or none. grid: for calls of several slices (docs/numerics.md).
 
     Differentiable in x, weights and the expert weights, whose fp32 gradient is added to `main_grad` where that attribute
     exists, else goes to `.grad`. Raises UsageError for arguments that do not fit together, which on a CPU includes ids out of
@@ -66,7 +69,7 @@ def moe(
         expert_ids_TK.reshape(-1, expert_ids_TK.shape[-1]),
         weights_TK.reshape(-1, weights_TK.shape[-1]),
         (w_gate_EIH, w_up_EIH, w_down_EHI),
-        options=Options(clamp, recompute, None if group is None else CollectiveTransport(group)),
+        options=Options(clamp, recompute, None if group is None else CollectiveTransport(group), quantization=quantization),
         backend=backend,
         grid=grid or grid_of(group),
     )
@@ -145,8 +148,12 @@ def _checked_shape(
         raise UsageError(f"recompute = {options.recompute!r}: must be one of {', '.join(RECOMPUTE)}")
     if grid.ranks > 1 and options.transport is None:
         raise UsageError(f"a call over {grid.ranks} ranks needs a transport")
+    shared_size = shared[1].shape[1] if shared else 0
+    if options.quantization is not None:
+        sizes = {"H": hidden_size, "I": width} | ({"S": shared_size} if options.quantization.shared_experts else {})
+        if misfits := options.quantization.of_blocks.misfits(sizes):
+            raise UsageError(f"{'; '.join(misfits)}: choose other widths, or another format")
     top_k, num_experts = expert_ids_TK.shape[1], local * grid.ranks
     if not 1 <= top_k <= num_experts:
         raise UsageError(f"expert_ids name {top_k} experts per token: must be 1 to {num_experts}")
-    shared_size = shared[1].shape[1] if shared else 0
     return LayerShape(hidden_size, width, num_experts, top_k, grid.ranks, shared_size)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mok.config import Recipe
 from mok.errors import UsageError
+from mok.quantization import FORMATS
 
 __all__ = [
     "DTYPE_BYTES",
@@ -29,7 +30,8 @@ __all__ = [
     "vocabulary",
 ]
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2}
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, **dict.fromkeys(FORMATS, 2)}
+"""Of weights and activations as a run keeps them: with 8-bit products both stay in bf16."""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import get_float32_matmul_precision
 
 from mok.backends.interface import LayerShape
 from mok.errors import UsageError
+from mok.quantization import Quantization
 
 if TYPE_CHECKING:
     import torch  # at run time the name is that of the submodule
@@ -33,32 +34,35 @@ AUTO = ("mega", "staged", "torch")
 """What `auto` tries, best first; the last runs everywhere."""
 
 
-def choose(name: str, shape: LayerShape, dtype: torch.dtype, device: torch.device) -> tuple[ModuleType, str | None]:
-    """The module of backend `name`, and a notice worth showing once, or None.
+def choose(
+    name: str, shape: LayerShape, dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None
+) -> tuple[ModuleType, str | None]:
+    """The module of backend `name` for a layer with operands rounded as `quantization` says, and a notice worth showing once,
+    or None.
 
     `auto` takes the first of `AUTO` that can run, and the notice says why better ones cannot. Raises UsageError for an unknown
     name, and where a named backend, or all of `auto`, cannot run, with every reason.
     """
     # A layer asks on every call. The precision of matmul is a setting of the process that a backend may refuse.
-    return _choice(name, shape, dtype, device, get_float32_matmul_precision())
+    return _choice(name, shape, dtype, device, quantization, get_float32_matmul_precision())
 
 
 @cache
 def _choice(
-    name: str, shape: LayerShape, dtype: torch.dtype, device: torch.device, precision: str
+    name: str, shape: LayerShape, dtype: torch.dtype, device: torch.device, quantization: Quantization | None, precision: str
 ) -> tuple[ModuleType, str | None]:
     if name != "auto":
         if name not in BACKENDS:
             raise UsageError(f"moe.backend = {name!r}: must be one of auto, {', '.join(BACKENDS)}")
         backend = import_module(BACKENDS[name])
-        reasons = backend.why_not(shape, dtype, device)
+        reasons = backend.why_not(shape, dtype, device, quantization)
         if reasons:
             raise UsageError(f"moe.backend = {name} cannot run here: {'; '.join(reasons)}")
         return backend, None
     refused: list[str] = []
     for candidate in AUTO:
         backend = import_module(BACKENDS[candidate])
-        reasons = backend.why_not(shape, dtype, device)
+        reasons = backend.why_not(shape, dtype, device, quantization)
         if not reasons:
             # On a CPU nothing better is to be had, so there is nothing to say.
             notice = f"moe.backend = auto takes {candidate}: {' | '.join(refused)}"

@@ -2,7 +2,7 @@
 
 Owns the types that pass between `mok.autograd` and a backend, and nothing that computes. A backend is a module with
 
-    why_not(shape, dtype, device) -> list of reasons why it cannot run; empty if it can. Pure.
+    why_not(shape, dtype, device, quantization) -> list of reasons why it cannot run; empty if it can. Pure.
     forward(x_TH, weights_TK, schedule, experts, options, shared_scale_T) -> (y_TH, saved)
     backward(dy_TH, saved, grads) -> InputGrads; grads is None where the expert weights are frozen
 
@@ -21,6 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
+from mok.backends.quantization import WeightCache
+from mok.quantization import Quantization
 from mok.shapes import LayerShape
 from mok.transport.interface import Transport
 
@@ -57,6 +59,8 @@ class Options:
     transport: None where all experts are on this rank.
     kernel: settings of a Triton backend; None takes its table's choice.
     layer: the index that errors name, and whose status word kernels use.
+    quantization: which operands are rounded to 8 bits; None for none of them.
+    weight_cache: where rounded weights are kept between calls; None rounds them in every call.
     """
 
     clamp: float = 0.0
@@ -64,6 +68,8 @@ class Options:
     transport: Transport | None = None
     kernel: Any = None
     layer: int = 0
+    quantization: Quantization | None = None
+    weight_cache: WeightCache | None = None
 
 
 @dataclass(frozen=True)

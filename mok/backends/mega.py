@@ -18,6 +18,7 @@ from mok.backends.interface import ExpertWeights, InputGrads, LayerShape, Option
 from mok.errors import UsageError
 from mok.gradients import GradBuffers
 from mok.grid import CallGrid
+from mok.quantization import Quantization
 
 if TYPE_CHECKING:  # Triton is missing on some systems, and `why_not` must be able to say so
     from mok.launch.config import KernelConfig
@@ -64,7 +65,7 @@ class Saved:
     shared_up_rows: Tensor | None
 
 
-def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device) -> list[str]:
+def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None) -> list[str]:
     """Why this backend cannot run, or an empty list."""
     if find_spec("triton") is None:
         return ["Triton is not installed"]
@@ -76,6 +77,8 @@ def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device) -> list
 
     facts = device_facts(device)
     reasons = [UNSUPPORTED] if UNSUPPORTED else []
+    if quantization is not None:
+        reasons.append(f"{quantization.format}: its products take operands in bf16 only")
     if dtype != torch.bfloat16:
         reasons.append(f"dtype {dtype}: computes in torch.bfloat16 only")
     return reasons + config_why_not(_config(shape, device), shape, facts)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mok.backends.interface import ExpertWeights, InputGrads, LayerShape, Options, SharedGrads
 from mok.gradients import GradBuffers
+from mok.quantization import Quantization
 from mok.reference.moe import ExpertGrads, moe_backward, moe_forward
 from mok.schedule import Schedule
 
@@ -34,7 +35,7 @@ class Saved:
     shared_scale_T: Tensor | None
 
 
-def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device) -> list[str]:
+def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None) -> list[str]:
     """Why this backend cannot run, or an empty list."""
     return [f"{shape.ranks} ranks: it computes on one only"] if shape.ranks > 1 else []
 
@@ -71,6 +72,7 @@ def forward(
         clamp=options.clamp,
         shared=_shared(saved),
         shared_scale_T=shared_scale_T,
+        quantization=options.quantization,
     )
     return y_TH, saved
 
@@ -97,6 +99,7 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
             shared=shared,
             shared_scale_T=None if saved.shared_scale_T is None else saved.shared_scale_T[mine],
             segment_of_token_T=[segments[t] for t in mine],
+            quantization=saved.options.quantization,
             start=buffers if grads is not None and grads.started[lane] else None,
         )
         for buffer, total in zip(buffers or (), part.experts, strict=buffers is not None):

@@ -18,6 +18,7 @@ from mok.backends.interface import ExpertWeights, InputGrads, LayerShape, Option
 from mok.errors import UsageError
 from mok.gradients import GradBuffers
 from mok.grid import CallGrid
+from mok.quantization import Quantization
 
 if TYPE_CHECKING:  # Triton is missing on some systems, and `why_not` must be able to say so
     from mok.launch.plan import DevicePlan
@@ -63,7 +64,7 @@ class Saved:
     shared_gate_up_2TS: Tensor | None
 
 
-def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device) -> list[str]:
+def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None) -> list[str]:
     """Why this backend cannot run, or an empty list."""
     reasons = []
     if find_spec("triton") is None:
@@ -73,6 +74,8 @@ def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device) -> list
     elif torch.cuda.get_device_capability(device) < OLDEST_CAPABILITY:
         major, minor = torch.cuda.get_device_capability(device)
         reasons.append(f"compute capability {major}.{minor}: needs 8.0 or newer")
+    if quantization is not None:
+        reasons.append(f"{quantization.format}: its products take operands in bf16 only")
     if dtype != torch.bfloat16:
         reasons.append(f"dtype {dtype}: computes in torch.bfloat16 only")
     sizes = {"hidden": shape.hidden_size, "intermediate": shape.intermediate_size, "shared intermediate": shape.shared_size}

@@ -18,8 +18,10 @@ from torch.nn.functional import pad
 
 from mok.backends.activation import silu, silu_backward
 from mok.backends.interface import ExpertWeights, InputGrads, LayerShape, Options, SharedGrads
+from mok.backends.quantization import Operand, round_row_groups, round_rows, round_weight
 from mok.errors import MokError
 from mok.gradients import GradBuffers
+from mok.quantization import Quantization
 from mok.schedule import SEGMENT_ROWS, Schedule
 from mok.transport.local import LocalTransport
 
@@ -43,7 +45,8 @@ class Saved:
     """What the backward needs; None for what it computes again, and for what the layer does not have.
 
     J = 2I: gate columns, then up columns. Widths are padded to multiples of 16;
-    hidden_size and shared_size are the true H and S.
+    hidden_size and shared_size are the true H and S. Weights are as products take them: where operands are 8-bit, `_back` are
+    those of products towards the input; else they are the same.
     """
 
     hidden_size: int
@@ -52,19 +55,21 @@ class Saved:
     options: Options
     weights_TK: Tensor
     w_gate_up_LJH: Tensor
-    w_down_LHI: Tensor
+    w_gate_up_back_LJH: Tensor
+    w_down_back_LHI: Tensor
     x_TH: Tensor | None
     x_PH: Tensor | None = None
     gate_up_PJ: Tensor | None = None
     hidden_PI: Tensor | None = None
     silu_PI: Tensor | None = None
     shared_gate_up_JH: Tensor | None = None
-    shared_down_HS: Tensor | None = None
+    shared_gate_up_back_JH: Tensor | None = None
+    shared_down_back_HS: Tensor | None = None
     shared_scale_T: Tensor | None = None
     shared_gate_up_TJ: Tensor | None = None
 
 
-def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device) -> list[str]:
+def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None) -> list[str]:
     """Why this backend cannot run, or an empty list. Any sizes will do."""
     reasons = []
     if dtype not in (torch.float32, torch.bfloat16):
@@ -95,25 +100,27 @@ def forward(
     transport = options.transport or LocalTransport()
     hidden_size = x_TH.shape[1]
     x_TH = _pad_columns(x_TH)
-    w_gate_up_LJH = _gate_up_weights(experts.gate_LIH, experts.up_LIH)
-    w_down_LHI = _gemm_ready(_pad_matrix(experts.down_LHI))
+    block, shared_block = _blocks(options)
+    w_gate_up = _operand("gate_up", _gate_up_weights(experts.gate_LIH, experts.up_LIH), block, options)
+    w_down = _operand("down", _gemm_ready(_pad_matrix(experts.down_LHI)), block, options)
     if schedule.num_masked:
         weights_TK = weights_TK.masked_fill(schedule.expert_ids_TK < 0, 0)
 
     x_PH = transport.rows_of_tokens(x_TH, schedule)
-    gate_up_PJ = _product_by_expert(x_PH, w_gate_up_LJH.transpose(1, 2), schedule)
+    gate_up_PJ = _product_by_expert(_rows(x_PH, block), w_gate_up.over_columns.transpose(1, 2), schedule)
     act = _swiglu(gate_up_PJ, options.clamp)
     hidden_PI = act.hidden_PI.to(x_TH.dtype)
-    y_PH = _product_by_expert(hidden_PI, w_down_LHI.transpose(1, 2), schedule)
+    y_PH = _product_by_expert(_rows(hidden_PI, block), w_down.over_columns.transpose(1, 2), schedule)
     sum_TH = _combine(transport.slots_of_rows(y_PH, schedule), weights_TK)
 
-    shared_gate_up_JH = shared_down_HS = shared_gate_up_TJ = None
+    shared_gate_up = shared_down = shared_gate_up_TJ = None
     if experts.shared is not None:
-        shared_gate_up_JH = _gate_up_weights(*experts.shared.gate_up_JH.unsqueeze(0).chunk(2, dim=1))[0]
-        shared_down_HS = _gemm_ready(_pad_matrix(experts.shared.down_HS[None]))[0]
-        shared_gate_up_TJ = torch.mm(_pad_rows(x_TH), shared_gate_up_JH.t())
+        gate_up_1JH = _gate_up_weights(*experts.shared.gate_up_JH.unsqueeze(0).chunk(2, dim=1))
+        shared_gate_up = _operand("shared_gate_up", gate_up_1JH, shared_block, options)
+        shared_down = _operand("shared_down", _gemm_ready(_pad_matrix(experts.shared.down_HS[None])), shared_block, options)
+        shared_gate_up_TJ = torch.mm(_rows(_pad_rows(x_TH), shared_block), shared_gate_up.over_columns[0].t())
         hidden_TS = _swiglu(shared_gate_up_TJ, options.clamp).hidden_PI.to(x_TH.dtype)
-        shared_TH = torch.mm(hidden_TS, shared_down_HS.t())[: x_TH.shape[0]].float()
+        shared_TH = torch.mm(_rows(hidden_TS, shared_block), shared_down.over_columns[0].t())[: x_TH.shape[0]].float()
         sum_TH.add_(shared_TH if shared_scale_T is None else shared_TH * shared_scale_T.unsqueeze(1))
     y_TH = _true_columns(sum_TH.to(x_TH.dtype), hidden_size)
 
@@ -125,15 +132,17 @@ def forward(
         schedule=schedule,
         options=options,
         weights_TK=weights_TK,
-        w_gate_up_LJH=w_gate_up_LJH,
-        w_down_LHI=w_down_LHI,
+        w_gate_up_LJH=w_gate_up.over_columns,
+        w_gate_up_back_LJH=w_gate_up.over_rows,
+        w_down_back_LHI=w_down.over_rows,
         x_TH=None if keep_all and experts.shared is None else x_TH,
         x_PH=x_PH if keep_all else None,
         gate_up_PJ=gate_up_PJ if keep_gate_up else None,
         hidden_PI=hidden_PI if keep_all else None,
         silu_PI=act.silu_PI if keep_fp32 else None,
-        shared_gate_up_JH=shared_gate_up_JH,
-        shared_down_HS=shared_down_HS,
+        shared_gate_up_JH=shared_gate_up.over_columns[0] if shared_gate_up else None,
+        shared_gate_up_back_JH=shared_gate_up.over_rows[0] if shared_gate_up else None,
+        shared_down_back_HS=shared_down.over_rows[0] if shared_down else None,
         shared_scale_T=shared_scale_T,
         shared_gate_up_TJ=shared_gate_up_TJ if keep_gate_up else None,
     )
@@ -147,6 +156,7 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     gets the sum of dh * h, and enters d(gate), d(up) and the h of ddown once, as a factor in fp32 before their one rounding.
     """
     schedule, options = saved.schedule, saved.options
+    block, shared_block = _blocks(options)
     transport = options.transport or LocalTransport()
     dy_TH = _pad_columns(dy_TH)
     x_PH = saved.x_PH
@@ -155,7 +165,7 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
         x_PH = transport.rows_of_tokens(saved.x_TH, schedule)
     gate_up_PJ = saved.gate_up_PJ
     if gate_up_PJ is None:
-        gate_up_PJ = _product_by_expert(x_PH, saved.w_gate_up_LJH.transpose(1, 2), schedule)
+        gate_up_PJ = _product_by_expert(_rows(x_PH, block), saved.w_gate_up_LJH.transpose(1, 2), schedule)
     if saved.hidden_PI is None or saved.silu_PI is None:
         act = _swiglu(gate_up_PJ, options.clamp)
     else:
@@ -163,26 +173,28 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
 
     dy_PH = transport.rows_of_tokens(dy_TH, schedule)
     weights_P = transport.rows_of_routes(saved.weights_TK.reshape(-1), schedule)
-    dh_PI = _product_by_expert(dy_PH, saved.w_down_LHI, schedule, fp32=True)
+    dh_PI = _product_by_expert(_rows(dy_PH, block), saved.w_down_back_LHI, schedule, fp32=True)
     d_gate_up_PJ, scaled_hidden_PI, dweights_P = _swiglu_backward(dh_PI, gate_up_PJ, act, weights_P, options.clamp)
-    dx_PH = _product_by_expert(d_gate_up_PJ, saved.w_gate_up_LJH, schedule)
+    dx_PH = _product_by_expert(_rows(d_gate_up_PJ, block), saved.w_gate_up_back_LJH, schedule)
     dx_sum_TH = _combine(transport.slots_of_rows(dx_PH, schedule))
     if grads is not None:
-        _add_weight_grads(grads, schedule, d_gate_up_PJ, x_PH, dy_PH, scaled_hidden_PI)
+        rows_block = block if options.quantization is not None and options.quantization.weight_gradients else 0
+        _add_weight_grads(grads, schedule, d_gate_up_PJ, x_PH, dy_PH, scaled_hidden_PI, rows_block)
     dweights_TK = torch.cat([slot.clone() for slot in transport.slots_of_rows(dweights_P.unsqueeze(1), schedule)], dim=1)
 
     shared = dscale_T = None
-    if saved.shared_gate_up_JH is not None and saved.shared_down_HS is not None:
+    if saved.shared_gate_up_JH is not None and saved.shared_gate_up_back_JH is not None:
+        assert saved.shared_down_back_HS is not None
         tokens = dy_TH.shape[0]
         gate_up_TJ = saved.shared_gate_up_TJ
         if gate_up_TJ is None:
             assert saved.x_TH is not None
-            gate_up_TJ = torch.mm(_pad_rows(saved.x_TH), saved.shared_gate_up_JH.t())
-        dh_TS = _product_fp32(_pad_rows(dy_TH), saved.shared_down_HS)
+            gate_up_TJ = torch.mm(_rows(_pad_rows(saved.x_TH), shared_block), saved.shared_gate_up_JH.t())
+        dh_TS = _product_fp32(_rows(_pad_rows(dy_TH), shared_block), saved.shared_down_back_HS)
         scale_T = None if saved.shared_scale_T is None else pad(saved.shared_scale_T, (0, dh_TS.shape[0] - tokens))
         act = _swiglu(gate_up_TJ, options.clamp)
         d_gate_up_TJ, scaled_hidden_TS, dscale = _swiglu_backward(dh_TS, gate_up_TJ, act, scale_T, options.clamp)
-        dx_sum_TH.add_(torch.mm(d_gate_up_TJ, saved.shared_gate_up_JH)[:tokens])
+        dx_sum_TH.add_(torch.mm(_rows(d_gate_up_TJ, shared_block), saved.shared_gate_up_back_JH)[:tokens])
         size = saved.shared_size
         shared = SharedGrads(_true_halves(d_gate_up_TJ[:tokens], size), scaled_hidden_TS[:tokens, :size])
         dscale_T = None if scale_T is None else dscale[:tokens]
@@ -227,6 +239,29 @@ def _threads_do_not_show(generator: torch.Generator) -> bool:
     finally:
         torch.set_num_threads(threads)
     return all(torch.equal(products[0], product) for product in products[1:])
+
+
+def _blocks(options: Options) -> tuple[int, int]:
+    """Values that share a scale in the operands of the routed and of the shared experts; 0 where they are not rounded."""
+    if options.quantization is None:
+        return 0, 0
+    block = options.quantization.of_blocks.block
+    return block, block if options.quantization.shared_experts else 0
+
+
+def _operand(name: str, w_LAB: Tensor, block: int, options: Options) -> Operand:
+    """A weight as products take it; where it is rounded, from the layer's cache if it has one."""
+    if not block or options.quantization is None:
+        return Operand(w_LAB, w_LAB)
+    form = options.quantization.of_blocks
+    if options.weight_cache is None:
+        return round_weight(w_LAB, form)
+    return options.weight_cache.get(name, lambda: round_weight(w_LAB, form))
+
+
+def _rows(x_PC: Tensor, block: int) -> Tensor:
+    """Rows as products take them: each rounded by itself."""
+    return round_rows(x_PC, block) if block else x_PC
 
 
 def _product_by_expert(rows_PA: Tensor, weights_LAB: Tensor, schedule: Schedule, fp32: bool = False) -> Tensor:
@@ -315,12 +350,19 @@ def _combine(slots: Iterable[Tensor], weights_TK: Tensor | None = None) -> Tenso
 
 
 def _add_weight_grads(
-    grads: GradBuffers, schedule: Schedule, d_gate_up_PJ: Tensor, x_PH: Tensor, dy_PH: Tensor, hidden_PI: Tensor
+    grads: GradBuffers,
+    schedule: Schedule,
+    d_gate_up_PJ: Tensor,
+    x_PH: Tensor,
+    dy_PH: Tensor,
+    hidden_PI: Tensor,
+    rows_block: int = 0,
 ) -> None:
     """Continue the chains in `grads` by one term per (expert, segment), segments in order.
 
     The first segment of a lane is stored, later ones are added; where an expert has no rows there, its zeros are. So the bits
-    do not depend on which calls the segments come in.
+    do not depend on which calls the segments come in. rows_block: rows, from the first of the segment on, that share a scale in
+    8-bit operands; 0 leaves operands as they are.
     """
     lane_of_segment = schedule.grid.lane_of_segment
     first_segment = {lane: lane_of_segment.index(lane) for lane in set(lane_of_segment) if not grads.started[lane]}
@@ -334,7 +376,10 @@ def _add_weight_grads(
             fresh.remove((lane, run.expert))
             _zero(grads, lane, run.expert)
         rows = -(-run.rows // SEGMENT_ROWS) * SEGMENT_ROWS
-        d_gate_up, x, dy, hidden = (part.narrow(0, run.start, rows) for part in (d_gate_up_PJ, x_PH, dy_PH, hidden_PI))
+        operands = [part.narrow(0, run.start, rows) for part in (d_gate_up_PJ, x_PH, dy_PH, hidden_PI)]
+        if rows_block:
+            operands = [round_row_groups(part, rows_block) for part in operands]
+        d_gate_up, x, dy, hidden = operands
         gate, up, down = grads.gate[lane, run.expert], grads.up[lane, run.expert], grads.down[lane, run.expert]
         _term(first, (gate, up), d_gate_up, x)
         _term(first, (down,), dy, hidden)

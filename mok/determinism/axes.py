@@ -153,7 +153,7 @@ def backend_arms(recipe: Recipe, device: str) -> tuple[list[Arm], str]:
         if name not in BACKENDS:
             return [], f"this version has no backend {name}"
         try:
-            choose(name, layer_shape(recipe), DTYPES[recipe.train.dtype], torch.device("cuda"))
+            choose(name, layer_shape(recipe), DTYPES[recipe.train.dtype], torch.device("cuda"), recipe.quantization)
         except UsageError as error:
             return [], str(error)
         arms.append(Arm(name, changes={"moe.backend": name}))

@@ -6,18 +6,20 @@ Read next: `mok/model/router.py` and `mok/layer.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mok.backends.interface import Options
+from mok.backends.quantization import WeightCache
 from mok.errors import UsageError
 from mok.grid import CallGrid
 from mok.launch.status import raise_if_seen, tell_host
 from mok.layer import grid_of, moe_layer
 from mok.model.router import Router, Routing, router_linear
+from mok.quantization import Quantization
 from mok.transport.collective import CollectiveTransport
 from mok.transport.interface import Transport
 
@@ -42,10 +44,10 @@ class MoE(nn.Module):
     with `shared_gate` also w_shared_gate [1, H]. fp32 gradients are added to `main_grad` of a parameter that has one, else go
     to `.grad`.
 
-    backend, recompute, clamp: see `mok.moe`. score ... force_routing: see `mok.model.router.route` and `mok.config.MoEConfig`.
-    group: the ranks that share the experts, each with its own tokens; router and shared experts must be equal on all of them.
-    A trainer passes ranks and a transport of its own instead. layer: the index that errors name. initialize: whether expert
-    weights get random values, normal with deviation 0.02; without, who made the layer fills them.
+    backend, recompute, clamp, quantization: see `mok.moe`. score ... force_routing: see `mok.model.router.route` and
+    `mok.config.MoEConfig`. group: the ranks that share the experts, each with its own tokens; router and shared experts must be
+    equal on all of them. A trainer passes ranks and a transport of its own instead. layer: the index that errors name.
+    initialize: whether expert weights get random values, normal with deviation 0.02; without, who made the layer fills them.
 
     Example: y = MoE(128, 256, num_experts=8, top_k=2)(torch.randn(4, 16, 128)).
     """
@@ -71,6 +73,7 @@ class MoE(nn.Module):
         force_routing: str = "none",
         backend: str = "auto",
         recompute: str = "none",
+        quantization: Quantization | None = None,
         group: ProcessGroup | None = None,
         transport: Transport | None = None,
         ranks: int = 1,
@@ -89,7 +92,8 @@ class MoE(nn.Module):
             transport, ranks = CollectiveTransport(group), group.size()
         if num_experts % ranks:
             raise UsageError(f"{num_experts} experts cannot be shared by {ranks} ranks evenly; use a divisor of {num_experts}")
-        self.backend, self.options = backend, Options(clamp, recompute, transport, layer=layer)
+        self.backend = backend
+        self.options = Options(clamp, recompute, transport, layer=layer, quantization=quantization)
         local = num_experts // ranks
         self.w_gate_up = _empty(local, 2, intermediate_size, hidden_size, device=device, dtype=dtype)
         self.w_down = _empty(local, hidden_size, intermediate_size, device=device, dtype=dtype)
@@ -115,6 +119,15 @@ class MoE(nn.Module):
             raise_if_seen(x.device)
             tell_host(x.device)
         return y_TH.view(x.shape)
+
+    def cache_quantized_weights(self) -> None:
+        """Keep rounded weights from call to call. Whoever changes weights must call `weights_changed` before the next one."""
+        self.options = replace(self.options, weight_cache=WeightCache())
+
+    def weights_changed(self) -> None:
+        """Forget the rounded weights that are kept, if any are."""
+        if self.options.weight_cache is not None:
+            self.options.weight_cache.clear()
 
     def call(self, x_TH: Tensor, grid: CallGrid | None = None, valid_T: Tensor | None = None) -> tuple[Tensor, MoEStats]:
         """What a trainer calls: y_TH and the statistics. grid: the call, by default one slice of each rank. valid_T: bool,

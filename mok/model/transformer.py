@@ -25,11 +25,13 @@ from mok.model.dense import DenseMLP
 from mok.model.linear import ROWS, embedding, matmul_rows
 from mok.model.moe import MoE, MoEStats
 from mok.model.norm import RMSNorm
+from mok.quantization import FORMATS
 from mok.transport.interface import Transport
 
 __all__ = ["DTYPES", "Block", "Decoder", "Group", "LogicalTensor", "initial_values", "moe_of"]
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, **dict.fromkeys(FORMATS, torch.bfloat16)}
+"""Of weights and activations, by `train.dtype`."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,7 @@ def moe_of(recipe: Recipe, layer: int, group: Group, dtype: torch.dtype, device:
         force_routing=moe.force_routing,
         backend=moe.backend,
         recompute=moe.recompute,
+        quantization=recipe.quantization,
         transport=group.transport,
         ranks=group.ranks,
         layer=layer,
@@ -185,6 +188,16 @@ class Decoder(nn.Module):
     def moe_layers(self) -> list[MoE]:
         """The MoE layers, in order."""
         return [block.mlp for block in self.blocks if isinstance(block.mlp, MoE)]
+
+    def cache_quantized_weights(self) -> None:
+        """Let the MoE layers keep rounded weights from call to call; whoever changes weights then calls `weights_changed`."""
+        for layer in self.moe_layers:
+            layer.cache_quantized_weights()
+
+    def weights_changed(self) -> None:
+        """Make the MoE layers forget the rounded weights they keep."""
+        for layer in self.moe_layers:
+            layer.weights_changed()
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, view) of every logical tensor."""

@@ -48,6 +48,7 @@ class TrainState:
         self.step = 0
         self.samples = 0
         self.model = Decoder(recipe, vocab_size, dtype=DTYPES[recipe.train.dtype], device=device, group=ranks.group)
+        self.model.cache_quantized_weights()
         self.calls = ranks.layout.calls(_slices_per_call(recipe, ranks, device))
         self._logical = list(self.model.logical_tensors())
         self._frozen = self._freeze(recipe.train.freeze)
@@ -63,6 +64,7 @@ class TrainState:
                 if (place := self.places.get(kind + tensor.name)) is not None:
                     place.put(here)
         self._keep_frozen_values()
+        self.model.weights_changed()
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of the state that this rank speaks for: weights by their name, then master weights and moments with
@@ -117,6 +119,7 @@ class TrainState:
         self.step = saved.step
         self.samples = int(saved.manifest["samples"])
         self._keep_frozen_values()
+        self.model.weights_changed()
 
     def _freeze(self, patterns: tuple[str, ...]) -> list[LogicalTensor]:
         """Switch off the gradients of parameters all of whose tensors are frozen; returns the other frozen tensors."""

@@ -151,6 +151,7 @@ def queue_step(state: TrainState, inputs: StepInputs, observer: Observer | None 
     state.ranks.enter("layers")
     if observer is not None:
         observer.begin(inputs.step)
+    model.weights_changed()  # an observer may plant a fault in them
     for call, (ids, targets) in zip(state.calls, inputs.calls, strict=True):
         store.begin_call(call)
         if observer is not None:
@@ -199,6 +200,7 @@ def queue_step(state: TrainState, inputs: StepInputs, observer: Observer | None 
 
 def finish_step(state: TrainState, inputs: StepInputs, results: StepResults) -> StepReport:
     """Wait for the step, count it and return its report; or raise what went wrong, see `train_step`."""
+    state.model.weights_changed()  # here and not where they are queued: a replayed graph of the step runs no Python
     results = results.cpu()
     report = _report(state, inputs, results)
     layers = state.model.moe_layers

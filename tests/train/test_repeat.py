@@ -64,7 +64,7 @@ def test_a_run_twice_is_the_same_and_another_seed_is_not(tmp_path: Path) -> None
 WIDE = ["model.hidden_size=64", "moe.intermediate_size=96", "train.batch_size=8", "train.sequence_length=128"]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "mxfp8"])
 def test_the_number_of_threads_does_not_show(tmp_path: Path, dtype: str) -> None:
     """On products whose sums run over 1024 tokens, and on more elements than one thread takes by itself."""
     before = torch.get_num_threads()
@@ -81,7 +81,18 @@ def test_the_number_of_threads_does_not_show(tmp_path: Path, dtype: str) -> None
 GRID = ["train.batch_size=16", "distributed.lanes=2", "distributed.slices=2", "distributed.slice_sequences=1"]
 
 
-@pytest.mark.parametrize("more", [[], ["model.tie_embeddings=true", "train.dtype=bf16", "moe.num_shared_experts=1"]], ids=str)
+QUANTIZED = ["train.dtype=mxfp8", "moe.quantize_weight_gradients=true", "moe.quantize_shared_experts=true"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        [],
+        ["model.tie_embeddings=true", "train.dtype=bf16", "moe.num_shared_experts=1"],
+        [*QUANTIZED, "moe.num_shared_experts=1"],
+    ],
+    ids=str,
+)
 def test_calls_segments_and_recomputation_do_not_show(tmp_path: Path, more: list[str]) -> None:
     ways = {
         "at once": [],

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mok.errors import RunError
+from mok.backends import torch as torch_backend
+from mok.errors import NonFiniteError, RunError
 from mok.launch.status import status_word
 from mok.model.loss import IGNORED
 from mok.train.optim import gradient_norm
@@ -163,3 +164,30 @@ def test_adamw_against_float64(tmp_path: Path) -> None:
     for name, parameter in reference.items():
         found = state.tensors()[name].double()
         assert (found - parameter).norm() < 1e-5 * parameter.norm(), name
+
+
+def test_weights_are_quantised_once_per_step_and_anew_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two weights of one layer, in eight calls a step; evaluation after the step sees the new weights."""
+    overrides = ["train.dtype=mxfp8", "distributed.slices_per_call=1", "distributed.segment=1"]
+    run, _ = make_run(tmp_path, *GRID, *overrides)
+    real, rounded = torch_backend.round_weight, []
+    monkeypatch.setattr(torch_backend, "round_weight", lambda w, form: (rounded.append(w.data_ptr()), real(w, form))[1])
+    for step in (1, 2):
+        train_step(run.state, run.batches)
+        assert len(run.state.calls) == 8 and len(rounded) == 2 * step
+    kept = evaluate(run.state, run.held_out, 1)[0]
+    assert len(rounded) == 6
+    run.state.model.weights_changed()
+    assert evaluate(run.state, run.held_out, 1)[0] == kept
+
+
+def test_an_infinite_weight_ends_an_8_bit_step_with_an_error(tmp_path: Path) -> None:
+    run, _ = make_run(tmp_path, "train.dtype=mxfp8", "moe.top_k=4")
+    before, weight = run.state.state_sha256(), run.state.model.moe_layers[0].w_down[1, 5, 7]
+    with torch.no_grad():
+        kept = weight.clone()
+        weight.fill_(torch.inf)
+        with pytest.raises(NonFiniteError, match="the loss is not finite; nothing was updated"), torch.enable_grad():
+            train_step(run.state, run.batches)
+        weight.copy_(kept)
+    assert run.state.state_sha256() == before
