@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from mok import shapes
+from mok import cost, shapes
 from mok.config import Recipe
 from mok.grid import Grid, Layout, split_ranks
 from mok.recipe import Resolved
@@ -37,7 +37,8 @@ class Price:
     activation_bytes: by what is computed again, whatever the recipe chose.
     parameters: trained parameters by kind. active_parameters: those one token uses. rank_bytes: by kind, activations
     estimated. flops_per_token: forward and backward. exchange_bytes: sent by one rank per MoE layer and step.
-    checkpoint_steps: after which steps one is written. checkpoints_kept: how many stay.
+    checkpoint_steps: after which steps one is written. checkpoints_kept: how many stay. step_s: seconds of a step by
+    machine and by what takes them, see `mok.cost.step_time`.
     """
 
     recipe: Recipe
@@ -53,6 +54,7 @@ class Price:
     checkpoint_bytes: int
     checkpoint_steps: list[int]
     checkpoints_kept: int
+    step_s: dict[str, dict[str, float]]
 
 
 def price(recipe: Recipe, world_size: int | None = None) -> Price:
@@ -91,6 +93,10 @@ def price(recipe: Recipe, world_size: int | None = None) -> Price:
         checkpoint_bytes=shapes.checkpoint_bytes(recipe, vocab_size),
         checkpoint_steps=saved,
         checkpoints_kept=min(len(saved), recipe.checkpoint.keep_last or len(saved)),
+        step_s={
+            name: cost.step_time(recipe, vocab_size, machine, replicas=replicas, ep=ep)
+            for name, machine in cost.MACHINES.items()
+        },
     )
 
 
@@ -117,6 +123,8 @@ def show_price(resolved: Resolved, price: Price, output: Output) -> None:
         *((f"  {choice}", _bytes(size)) for choice, size in price.activation_bytes.items()),
         ("FLOPs per token", f"{price.flops_per_token:,}, forward and backward"),
         ("exchange", f"{_bytes(price.exchange_bytes)} sent by a rank per MoE layer and step"),
+        ("step time", "computed, not measured (docs/scaling.md)"),
+        *((f"  {cost.MACHINES[name].name}", _step(parts, recipe)) for name, parts in price.step_s.items()),
         ("files", " ".join(RUN_FILES[:3])),
         ("", " ".join(RUN_FILES[3:])),
         ("", f"checkpoints/step_{last:06d}: {saved}"),
@@ -152,6 +160,7 @@ def _as_json(resolved: Resolved, price: Price) -> dict[str, Any]:
         "flops_per_token": price.flops_per_token,
         "tokens_per_step": price.tokens_per_step,
         "exchange_bytes_per_layer": price.exchange_bytes,
+        "computed_step_s": {name: {**parts, "total": sum(parts.values())} for name, parts in price.step_s.items() if parts},
         "files": {
             "names": list(RUN_FILES),
             "checkpoint_bytes": price.checkpoint_bytes,
@@ -163,6 +172,15 @@ def _as_json(resolved: Resolved, price: Price) -> dict[str, Any]:
 
 def _plural(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _step(parts: dict[str, float], recipe: Recipe) -> str:
+    """Seconds of a step and tokens a second of all ranks."""
+    if not parts:
+        return "the ranks of a group are more than one NVLink domain joins"
+    total_s = sum(parts.values())
+    pace = recipe.train.batch_size * recipe.train.sequence_length / total_s
+    return f"{total_s:.3g} s, {pace:,.0f} tokens/s; {parts['experts'] / total_s:.0%} experts"
 
 
 def _bytes(count: int) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 from mok.recipe import find, keys
 from mok_cli.main import COMMANDS, cli
-from tests.house import recipe_docs
+from tests.house import recipe_docs, scaling_docs
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -111,6 +111,11 @@ def test_recipe_keys_named_in_documents_exist(name):
 
 def test_the_page_of_recipe_keys_is_up_to_date():
     assert recipe_docs.PAGE.read_text(encoding="utf-8") == recipe_docs.render(), "run python -m tests.house.recipe_docs"
+
+
+def test_the_tables_of_the_cost_model_are_up_to_date():
+    page = scaling_docs.PAGE.read_text(encoding="utf-8")
+    assert page == scaling_docs.render(page), "run python -m tests.house.scaling_docs"
 
 
 @pytest.mark.parametrize(("path", "command"), list(commands()))
