@@ -2,37 +2,49 @@
 
 Owns the file format on both sides: headers, shards, the index, and memory that stays at a few tensors whatever the size of the
 model. Only safetensors are opened; pickled weights could run code. Knows nothing of models.
-Read next: `mok/hf_import.py`, `mok/export.py`.
+Read next: `mok/hf_import.py`, `mok/export.py`, `mok/checkpoint.py`.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from mok.checkpoint import tensor_bytes
+from mok.ahead import ahead
 from mok.errors import CheckpointError
 
-__all__ = ["DTYPES", "INDEX", "SafetensorsFolder", "TensorEntry", "listed", "load_json", "shard_entries", "write_shards"]
+__all__ = [
+    "DTYPES",
+    "INDEX",
+    "SafetensorsFolder",
+    "TensorEntry",
+    "listed",
+    "load_json",
+    "shard_entries",
+    "shard_name",
+    "tensor_bytes",
+    "write_file",
+    "write_index",
+    "write_shards",
+]
+
+X = TypeVar("X")
 
 INDEX = "model.safetensors.index.json"
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """The dtypes that weights may have, by their names in the files."""
-
-MAPPED_BYTES = 128 << 20
-"""A file is mapped anew after this much was read from it, so that pages already read leave the process's memory."""
 
 HEADER_ALIGNMENT = 64
 """Tensor data starts at a multiple of this many bytes."""
@@ -52,8 +64,7 @@ class SafetensorsFolder:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
         self._file_of: dict[str, Path] = {}
-        self._opened: tuple[Path, Any] | None = None
-        self._mapped_bytes = 0
+        self._starts: dict[str, int] = {}
         self._checksums = self._own_checksums()
         index = folder / INDEX
         if index.is_file():
@@ -68,28 +79,20 @@ class SafetensorsFolder:
             raise CheckpointError(f"{folder}: no model.safetensors and no {INDEX}{also}; check the path")
 
     def read(self, name: str, part: tuple[Any, ...] | None = None) -> Tensor:
-        """Tensor `name`, or the slices `part` of it, in the dtype it is stored in."""
-        if self._mapped_bytes > MAPPED_BYTES:
-            self._opened, self._mapped_bytes = None, 0
-        opened = self._open(self._file_of[name])
-        try:
-            tensor: Tensor = opened.get_tensor(name) if part is None else opened.get_slice(name)[part]
-        except SafetensorError as error:
-            raise CheckpointError(f"{self._file_of[name]}: {name} cannot be read ({error}); copy the file again") from error
-        self._mapped_bytes += tensor.nbytes
+        """Tensor `name`, or the slices `part` of it that lie together, in the dtype it is stored in. Any thread may call."""
+        if self.dtypes[name] not in DTYPES:
+            raise CheckpointError(f"{self._file_of[name]}: {name} is {self.dtypes[name]}, only {', '.join(DTYPES)} can be read")
+        whole = torch.empty(self.shapes[name], dtype=DTYPES[self.dtypes[name]], device="meta")
+        wanted = whole if part is None else whole[part]
+        assert wanted.is_contiguous(), f"{name}{part}: in several places of the file"
+        tensor = torch.empty(wanted.shape, dtype=wanted.dtype)
+        start = self._starts[name] + int(wanted.storage_offset()) * wanted.element_size()
+        _read_into(tensor_bytes(tensor), self._file_of[name], start)
         if part is None and name in self._checksums and sha256(tensor_bytes(tensor)).hexdigest() != self._checksums[name]:
             raise CheckpointError(
                 f"{self._file_of[name]}: {name} is damaged (SHA-256 is not that of mok_export.json); copy the file again"
             )
         return tensor
-
-    def _open(self, path: Path) -> Any:
-        if self._opened is None or self._opened[0] != path:
-            try:
-                self._opened = (path, safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{path}: not a whole safetensors file ({error}); copy it again") from error
-        return self._opened[1]
 
     def _read_index(self, index: Path) -> None:
         weight_map = load_json(index).get("weight_map")
@@ -114,15 +117,14 @@ class SafetensorsFolder:
             raise CheckpointError(listed(f"{index}: index and files disagree", wrong))
 
     def _read_header(self, path: Path) -> None:
-        _refuse_repeated_names(path)
-        opened = self._open(path)
-        for name in opened.keys():  # noqa: SIM118 (not a dict)
+        data_start, header = _header_of(path)
+        for name, entry in header.items():
             if name in self._file_of:
                 raise CheckpointError(f"{path}: {name} is in {self._file_of[name].name} too; only one of them can be right")
-            entry = opened.get_slice(name)
             self._file_of[name] = path
-            self.shapes[name] = tuple(entry.get_shape())
-            self.dtypes[name] = entry.get_dtype()
+            self.shapes[name] = tuple(entry["shape"])
+            self.dtypes[name] = entry["dtype"]
+            self._starts[name] = data_start + entry["data_offsets"][0]
 
     def _own_checksums(self) -> dict[str, str]:
         """SHA-256 by tensor name where `mok export` wrote the folder."""
@@ -165,44 +167,87 @@ def shard_entries(entries: Sequence[TensorEntry], max_shard_bytes: int) -> list[
     return shards
 
 
+def write_file(
+    path: Path,
+    entries: Sequence[TensorEntry],
+    sources: Iterable[X],
+    read: Callable[[X], Tensor],
+    digest: Callable[[TensorEntry, memoryview], str],
+    wrote: Callable[[TensorEntry], None] = lambda entry: None,
+) -> dict[str, str]:
+    """Write one file as a stream; returns what `digest` made of each tensor's bytes, by name.
+
+    sources: one for each entry, taken in order by the calling thread. read(source) gives the tensor, on a CPU; it and `digest`
+    are called on threads, a few tensors ahead. wrote(entry) is called after each, in order. The file gets the permissions that
+    the process's umask leaves, and is on disk at the end.
+    """
+    with open(path, "wb", buffering=0) as out:
+        header = _header(entries)
+        out.write(header)
+        starts = itertools.accumulate((entry.num_bytes for entry in entries), initial=len(header))
+
+        def work(job: tuple[TensorEntry, int, X]) -> str:
+            entry, start, source = job
+            tensor = read(source)
+            if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
+                raise CheckpointError(f"{entry.name}: {tensor.dtype} {list(tensor.shape)}, but {entry} was announced")
+            data = tensor_bytes(tensor)
+            found = digest(entry, data)
+            while data:
+                count = os.pwrite(out.fileno(), data, start)
+                data, start = data[count:], start + count
+            return found
+
+        digests = {}
+        jobs = zip(entries, starts, sources, strict=False)  # there is one more start, where the file ends
+        for entry, found in zip(entries, ahead(work, jobs, torch.get_num_threads()), strict=True):
+            digests[entry.name] = found
+            wrote(entry)
+        os.fsync(out.fileno())
+    return digests
+
+
 def write_shards(
     folder: Path,
     shards: Sequence[Sequence[TensorEntry]],
     read: Callable[[str], Tensor],
     wrote: Callable[[TensorEntry], None],
 ) -> dict[str, dict[str, str]]:
-    """Write `model.safetensors`, or numbered shards and their index, one tensor in memory at a time.
+    """Write `model.safetensors`, or numbered shards and their index, with a few tensors in memory at a time.
 
-    read(name) gives a tensor when its turn comes; wrote(entry) is called after each. Returns, for every tensor by name, its
-    file and the SHA-256 of its bytes. Files get the permissions that the process's umask leaves, and are on disk at the end.
+    read(name) gives a tensor, see `write_file`. Returns, for every tensor by name, its file and the SHA-256 of its bytes.
     """
     facts: dict[str, dict[str, str]] = {}
     for number, shard in enumerate(shards, start=1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        with open(folder / file, "wb") as out, ThreadPoolExecutor(1) as hasher:
-            out.write(_header(shard))
-            for entry in shard:
-                tensor = read(entry.name)
-                if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
-                    raise CheckpointError(f"{entry.name}: {tensor.dtype} {list(tensor.shape)}, but {entry} was announced")
-                data = tensor_bytes(tensor)
-                digest = hasher.submit(sha256, data)
-                out.write(data)
-                facts[entry.name] = {"file": file, "sha256": digest.result().hexdigest()}
-                wrote(entry)
-            out.flush()
-            os.fsync(out.fileno())
+        file = shard_name(number, len(shards))
+        names = [entry.name for entry in shard]
+        digests = write_file(folder / file, shard, names, read, lambda _, data: sha256(data).hexdigest(), wrote)
+        facts |= {name: {"file": file, "sha256": digest} for name, digest in digests.items()}
     if len(shards) > 1:
-        entries = [entry for shard in shards for entry in shard]
-        metadata = {
-            "total_parameters": sum(entry.num_elements for entry in entries),
-            "total_size": sum(entry.num_bytes for entry in entries),
-        }
-        weight_map = {name: facts[name]["file"] for name in sorted(facts)}
-        (folder / INDEX).write_text(
-            json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n", encoding="utf-8"
-        )
+        write_index(folder, {entry: facts[entry.name]["file"] for shard in shards for entry in shard})
     return facts
+
+
+def shard_name(number: int, count: int) -> str:
+    """The file name of shard `number`, from 1, of `count`."""
+    return "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(folder: Path, file_of: Mapping[TensorEntry, str]) -> None:
+    """Write `INDEX` for tensors in several files."""
+    metadata = {
+        "total_parameters": sum(entry.num_elements for entry in file_of),
+        "total_size": sum(entry.num_bytes for entry in file_of),
+    }
+    weight_map = {entry.name: file_of[entry] for entry in sorted(file_of, key=lambda entry: entry.name)}
+    text = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n"
+    (folder / INDEX).write_text(text, encoding="utf-8")
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The raw bytes of a tensor in row-major order, whatever its dtype, strides and device."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
 
 
 def _header(shard: Sequence[TensorEntry]) -> bytes:
@@ -242,17 +287,37 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _refuse_repeated_names(path: Path) -> None:
-    """Raise if a header names a tensor twice. What else may be wrong with it is for safetensors to say."""
-    with open(path, "rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = file.read(min(size, path.stat().st_size))
+def _header_of(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where the data of a file starts, and dtype, shape and place of each tensor, checked by safetensors itself."""
     try:
-        json.loads(header, object_pairs_hook=_without_repeats)
-    except _RepeatedNameError as error:
-        raise CheckpointError(f"{path}: {error}; only one of them can be right, so write the file again") from None
-    except ValueError:
-        return
+        with open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            text = file.read(min(size, path.stat().st_size))
+        try:
+            header = json.loads(text, object_pairs_hook=_without_repeats)
+        except _RepeatedNameError as error:
+            raise CheckpointError(f"{path}: {error}; only one of them can be right, so write the file again") from None
+        except ValueError:
+            header = {}  # damaged, as safetensors will find
+        with safe_open(path, framework="pt"):
+            pass
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not a whole safetensors file ({error}); copy it again") from error
+    return 8 + size, {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
+def _read_into(memory: memoryview, path: Path, start: int) -> None:
+    """Fill `memory` from a place in a file."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            while memory:
+                count = file.readinto(memory)
+                if not count:
+                    raise OSError("the file ends early")
+                memory = memory[count:]
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error}); copy the file again") from error
 
 
 def listed(title: str, problems: list[str], limit: int = 20) -> str:

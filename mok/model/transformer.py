@@ -8,9 +8,7 @@ function of (seed, name). Knows nothing of optimizers, data or ranks. Read next:
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mok.ahead import ahead
 from mok.config import Recipe
 from mok.grid import CallGrid
 from mok.model.attention import Attention, Rotary
@@ -257,25 +256,19 @@ def initial_values(model: Decoder, seed: int, std: float) -> Iterator[tuple[Logi
     """(tensor, fp32 value) of every tensor of a fresh model: norms 1, biases 0, matrices normal with deviation `std`.
 
     A value depends on (seed, name, shape) alone: not on the rank that asks, nor on which others are made, nor in what order.
-    torch draws a tensor on one thread, so several are drawn at a time, no more than are about to be asked for.
+    torch draws a tensor on one thread, so several are drawn at a time, a few before they are asked for.
     """
-    threads = torch.get_num_threads()
-    ahead: deque[tuple[LogicalTensor, Future[Tensor]]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        for tensor in model.logical_tensors():
-            ahead.append((tensor, pool.submit(_initial_value, tensor.name, tensor.of(tensor.owner).shape, seed, std)))
-            if len(ahead) > 2 * threads:
-                first, value = ahead.popleft()
-                yield first, value.result()
-        for first, value in ahead:
-            yield first, value.result()
+    tensors = list(model.logical_tensors())
+    values = ahead(lambda tensor: _initial_value(tensor, seed, std), tensors, torch.get_num_threads())
+    return zip(tensors, values, strict=True)
 
 
-def _initial_value(name: str, shape: torch.Size, seed: int, std: float) -> Tensor:
-    if name.endswith("norm.weight"):
+def _initial_value(tensor: LogicalTensor, seed: int, std: float) -> Tensor:
+    shape = tensor.of(tensor.owner).shape
+    if tensor.name.endswith("norm.weight"):
         return torch.ones(shape)
-    if name.endswith("bias"):
+    if tensor.name.endswith("bias"):
         return torch.zeros(shape)
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}/{tensor.name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
     return torch.empty(shape).normal_(0.0, std, generator=generator)

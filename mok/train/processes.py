@@ -73,7 +73,7 @@ class LaunchedRanks:
         positions, lanes = mesh.get_group("ep"), mesh.get_group("replica")
         self.group = Group(layout.ep, layout.member, CollectiveTransport(positions, progress) if layout.ep > 1 else None)
         self.exchange: Exchange | None = OrderedReduction(layout, positions, lanes, progress)
-        self.writers = Writers(layout.rank, partial(self.gather, stage="save"), control)
+        self.writers = Writers(layout.rank, partial(self.gather, stage="save"))
 
     def gather(self, value: T, stage: str = "agreement") -> list[T]:
         """The value of every rank, in rank order; small and picklable."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from mok.checkpoint import read_tensor
+from mok.checkpoint import read_some
 from mok.data.corpus import Corpus
 from mok.data.loader import Loader
 from mok.errors import DataError
@@ -26,8 +26,9 @@ class SavedModel:
         vocab_size = int(run.checkpoint.manifest["vocab_size"])
         self.model = Decoder(run.recipe, vocab_size, dtype=DTYPES[run.recipe.train.dtype], device=device)
         with torch.no_grad():
-            for name, tensor in self.model.named_tensors():
-                tensor.copy_(read_tensor(run.checkpoint, name))
+            tensors = dict(self.model.named_tensors())
+            for name, value in read_some(run.checkpoint, tensors):
+                tensors[name].copy_(value)
 
     @property
     def window(self) -> int:

@@ -114,7 +114,7 @@ class TrainState:
         places = self._places_of(gradients=False)
         everywhere = {name for names in self.ranks.gather(list(places)) for name in names}
         expected = {name: torch.empty(place.shape, dtype=place.kept.dtype, device="meta") for name, place in places.items()}
-        for name, value in checkpoint.read_tensors(saved, expected, elsewhere=everywhere).items():
+        for name, value in checkpoint.read_tensors(saved, expected, elsewhere=everywhere):
             places[name].put(value)
         self.step = saved.step
         self.samples = int(saved.manifest["samples"])

@@ -183,7 +183,7 @@ def make_checkpoint(folder: Path) -> list[Path]:
 def read_checkpoint(folder: Path) -> None:
     found = checkpoint.latest(folder / "checkpoints")
     if found is not None:
-        values = checkpoint.read_tensors(found, {"w": torch.zeros(8), "v": torch.zeros(2)})
+        values = dict(checkpoint.read_tensors(found, {"w": torch.zeros(8), "v": torch.zeros(2)}))
         assert torch.equal(values["w"], torch.arange(8.0)), "damaged values were taken for sound ones"
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mok import checkpoint
 from mok.errors import CheckpointError
+from mok.safetensors_files import tensor_bytes
 
 
 def state(value: float = 1.0) -> dict[str, Tensor]:
@@ -30,9 +31,9 @@ def test_what_was_saved_comes_back_bit_for_bit(tmp_path: Path) -> None:
     saved = checkpoint.save(tmp_path, 7, state(), {"seed": 3}, keep_last=2)
     found = checkpoint.latest(tmp_path)
     assert found is not None and found.step == 7 and found.manifest["seed"] == 3
-    loaded = checkpoint.read_tensors(found, empty())
+    loaded = dict(checkpoint.read_tensors(found, empty()))
     for name, tensor in state().items():
-        assert checkpoint.tensor_bytes(loaded[name]) == checkpoint.tensor_bytes(tensor)
+        assert tensor_bytes(loaded[name]) == tensor_bytes(tensor)
     digest = checkpoint.state_sha256(checkpoint.tensor_checksums(loaded))
     assert digest == saved.manifest["state_sha256"] == found.manifest["state_sha256"]
     assert (tmp_path / "latest").read_text() == "step_000007\n"
@@ -88,7 +89,7 @@ def test_one_flipped_byte_is_found_and_named(tmp_path: Path) -> None:
     saved = checkpoint.save(tmp_path, 1, state(), {}, keep_last=0)
     (file,) = saved.path.glob("*.safetensors")
     content = bytearray(file.read_bytes())
-    moment = checkpoint.tensor_bytes(state()["exp_avg:model.a.weight"]).tobytes()
+    moment = tensor_bytes(state()["exp_avg:model.a.weight"]).tobytes()
     content[content.find(moment) + 101] ^= 1
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match="damaged, checksums differ") as caught:
