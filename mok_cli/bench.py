@@ -22,16 +22,26 @@ def bench() -> None:
 @click.option("--rounds", type=click.IntRange(min=2), default=8, show_default=True, help="Turns of each contestant.")
 @click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Steps of a turn.")
 @click.option("--tokens", type=click.IntRange(min=1), help="Tokens of a step; by default the recipe's.")
+@click.option("--nproc", type=click.IntRange(min=1), default=1, metavar="N", help="Time the sums over N ranks too.")
 @click.option("--check/--no-check", default=True, show_default=True, help="Compare losses and gradients before timing.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @json_option
 def train(
-    shape: str, against: str, rounds: int, steps: int, tokens: int | None, check: bool, device: str, output: Output
+    shape: str,
+    against: str,
+    rounds: int,
+    steps: int,
+    tokens: int | None,
+    nproc: int,
+    check: bool,
+    device: str,
+    output: Output,
 ) -> None:
     """Whole training steps on random tokens: forward, backward, clipping, optimizer.
 
     No balance loss on either side, the same initial weights, the same tokens, blocks computed again on both sides or on none.
-    "mok, one slice" is mok without the ordered sums that make other layouts give the same bits.
+    "mok, one slice" is mok without the ordered sums that make other layouts give the same bits. With --nproc, N ranks also
+    train, and their sums of gradients in the order of the contract are timed beside the backend's own all-reduce.
     """
     import dataclasses
 
@@ -49,10 +59,15 @@ def train(
                 f"--tokens {tokens}: not whole sequences of {recipe.train.sequence_length}; use a multiple of that"
             )
         recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, batch_size=sequences))
+    if nproc > 1:
+        from mok.bench.reduction import bench_reduction, layout_of
+
+        layout_of(recipe, nproc)
+    vocab_size = shapes.vocabulary(recipe)
     report = bench_train(
         recipe,
         [name for name in against.split(",") if name],
-        vocab_size=shapes.vocabulary(recipe),
+        vocab_size=vocab_size,
         rounds=rounds,
         steps=steps,
         check=check,
@@ -73,7 +88,17 @@ def train(
         f"medians of {rounds * steps} steps, quartile spread, {report.environment['threads']} threads; a dense product ran at "
         f"{report.environment['dense_tflops']:.3g} TFLOP/s, of which a step's model operations are the share under dense"
     )
-    output.report({"rows": [dataclasses.asdict(row) for row in report.rows], "environment": report.environment})
+    results = {"rows": [dataclasses.asdict(row) for row in report.rows], "environment": report.environment}
+    if nproc > 1:
+        cost = bench_reduction(recipe, nproc, vocab_size=vocab_size, repeats=rounds * steps, device=device)
+        output.line(
+            f"{nproc} ranks ({cost.replicas} replicas of {cost.ep}): {cost.step_ms:.1f} ms a step; sums of "
+            f"{cost.gradient_bytes / 2**20:,.1f} MiB of gradients take {cost.ordered_ms:.1f} ms in the order of the contract, "
+            f"gathering the weights included, and {cost.all_reduce_ms:.1f} ms as {cost.backend}'s all-reduce: the order costs "
+            f"{cost.share_of_step:.1%} of a step"
+        )
+        results["reduction"] = dataclasses.asdict(cost) | {"share_of_step": cost.share_of_step}
+    output.report(results)
 
 
 bench.add_command(layer)

@@ -37,7 +37,7 @@ from mok.train.ranks import OneRank
 from mok.train.state import TrainState
 from mok.train.step import train_step
 
-__all__ = ["Contestant", "Row", "TrainReport", "bench_train"]
+__all__ = ["Contestant", "GivenBatches", "Row", "TrainReport", "bench_train", "random_tokens"]
 
 CHECK_STEPS = 3
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
@@ -86,7 +86,7 @@ class _Mok:
         prepare_device(device)
         grid = Grid.of(recipe)
         self._state = TrainState(recipe, vocab_size, OneRank(Layout(grid)), device)
-        self._batches = _Given(grid)
+        self._batches = GivenBatches(grid)
 
     def step(self, inputs_BS: Tensor, targets_BS: Tensor) -> tuple[float, float]:
         self._batches.inputs, self._batches.targets = inputs_BS, targets_BS
@@ -97,7 +97,7 @@ class _Mok:
         return dict(self._state.model.named_tensors())
 
 
-class _Given(Batches):
+class GivenBatches(Batches):
     """Batches that are handed in: the slices of a step in order."""
 
     inputs: Tensor
@@ -109,6 +109,12 @@ class _Given(Batches):
     def of(self, first_sample: int, call: Any) -> tuple[Tensor, Tensor]:
         rows = [i * self.grid.slice_sequences + j for i in call.slices for j in range(self.grid.slice_sequences)]
         return self.inputs[rows], self.targets[rows]
+
+
+def random_tokens(recipe: Recipe, vocab_size: int) -> Tensor:
+    """[4, B, S + 1]: the ids of four steps, always the same."""
+    shape = (4, recipe.train.batch_size, recipe.train.sequence_length + 1)
+    return torch.randint(0, vocab_size, shape, generator=torch.Generator().manual_seed(0))
 
 
 def bench_train(
@@ -253,9 +259,7 @@ def _ask(name: str, pipe: Connection, question: str | int) -> Any:
 
 def _serve(pipe: Connection, kind: str, recipe: Recipe, vocab_size: int, device: torch.device) -> None:
     """The life of a contestant: answer questions until the pipe closes."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (4, recipe.train.batch_size, recipe.train.sequence_length + 1)
-    tokens = torch.randint(0, vocab_size, shape, generator=generator).to(device)
+    tokens = random_tokens(recipe, vocab_size).to(device)
 
     def make() -> Contestant:
         if kind == "mok":

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from mok import shapes
+from mok.bench.reduction import bench_reduction
 from mok.bench.train import _Measurement, bench_train
 from mok.config import DistributedConfig, ModelConfig, MoEConfig, OptimConfig, Recipe, TrainConfig
 from mok.errors import CheckFailed, UsageError
@@ -73,3 +75,15 @@ def test_a_peer_that_computes_something_else_is_not_timed() -> None:
 def test_a_peer_that_is_not_known_is_refused() -> None:
     with pytest.raises(UsageError, match="--against torchtitan"):
         bench_train(dataclasses.replace(RECIPE), ["torchtitan"], vocab_size=64, rounds=2, steps=1, check=True, device=CPU)
+
+
+def test_the_sums_over_ranks_are_timed_beside_the_backends_own() -> None:
+    recipe = dataclasses.replace(RECIPE, distributed=DistributedConfig(lanes=2, slices=1))
+    cost = bench_reduction(recipe, 2, vocab_size=64, repeats=3, device="cpu")
+    assert (cost.replicas, cost.ep, cost.backend) == (2, 1, "gloo")
+    assert cost.step_ms > cost.ordered_ms > 0 and cost.all_reduce_ms > 0
+    parameters = sum(shapes.parameters(recipe, 64).values())
+    assert 4 * parameters <= cost.gradient_bytes < 4.4 * parameters
+    assert cost.share_of_step == (cost.ordered_ms - cost.all_reduce_ms) / cost.step_ms
+    with pytest.raises(UsageError, match="launch with 1, 2 replicas"):
+        bench_reduction(recipe, 3, vocab_size=64, repeats=3, device="cpu")
