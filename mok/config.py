@@ -139,7 +139,7 @@ class TrainConfig:
     """Steps, shapes and precision."""
 
     steps: int = key(100, "optimizer steps", low=1)
-    batch_size: int = key(16, "sequences per step over all ranks", low=1)
+    batch_size: int = key(16, "sequences per step over all ranks", low=1, high=1 << 24)
     sequence_length: int = key(128, "tokens per sequence", low=2)
     dtype: str = key(
         "fp32",

@@ -148,7 +148,7 @@ class Layout:
         ):
             share, rest = divmod(cells, parts)
             if rest or share & (share - 1) or share < 1:
-                allowed = [n for n in range(1, cells + 1) if cells % n == 0 and not (cells // n) & (cells // n - 1)]
+                allowed = [cells >> power for power in range(cells.bit_length(), -1, -1) if cells % (1 << power) == 0]
                 raise UsageError(
                     f"{key} = {cells} does not fit {parts} {name}: the quotient must be a power of two; "
                     f"launch with {', '.join(map(str, allowed))} {name}"
@@ -191,9 +191,14 @@ class Layout:
         return range(self.member, self.grid.slices, self.ep)
 
     @property
-    def slices(self) -> tuple[int, ...]:
-        """This rank's slices of a step, in order."""
-        return tuple(i for call in self.calls() for i in call.slices)
+    def num_slices(self) -> int:
+        """Slices of a step that this rank computes."""
+        return self.grid.num_slices // self.world_size
+
+    @property
+    def fewest_slices_per_call(self) -> int:
+        """The fewest slices of a rank that a call can hold: whole segments over the ranks of the group."""
+        return math.lcm(self.grid.segment, self.ep) // self.ep
 
     def calls(self, slices_per_call: int = 0) -> tuple[Call, ...]:
         """The calls of a step, in order.
@@ -207,9 +212,9 @@ class Layout:
             return (self._call(tuple((lane, 0, per_lane) for lane in range(len(self.lanes)))),)
         width = slices_per_call * self.ep
         if width % grid.segment or per_lane % width:
-            fits = [
-                n for n in range(1, per_lane // self.ep + 1) if not n * self.ep % grid.segment and not per_lane % (n * self.ep)
-            ]
+            fewest = self.fewest_slices_per_call
+            most = per_lane // self.ep
+            fits = [n for n in range(fewest, most + 1, fewest) if most % n == 0]
             raise UsageError(
                 f"{slices_per_call} slices per call on {self.ep} expert-parallel ranks: a call must hold whole segments of "
                 f"{grid.segment} slices and divide the {per_lane} slices of a lane; use {', '.join(map(str, fits))}"

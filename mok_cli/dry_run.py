@@ -6,7 +6,6 @@ Owns the report of `mok train --dry-run` and of `mok recipes check`. The arithme
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +51,7 @@ class Price:
     tokens_per_step: int
     exchange_bytes: int
     checkpoint_bytes: int
-    checkpoint_steps: list[int]
+    checkpoints_written: int
     checkpoints_kept: int
     step_s: dict[str, dict[str, float]]
 
@@ -68,9 +67,9 @@ def price(recipe: Recipe, world_size: int | None = None) -> Price:
     layout = Layout(Grid.of(recipe, replicas, ep), replicas, ep)
     vocab_size = shapes.vocabulary(recipe)
     steps, every = recipe.train.steps, recipe.checkpoint.every
-    saved = sorted({*(range(every, steps + 1, every) if every else ()), steps})
+    written = -(-steps // every) if every else 1
     sequence = recipe.train.sequence_length
-    call_tokens = _slices_per_call(recipe, layout) * layout.grid.slice_sequences * sequence
+    call_tokens = (recipe.distributed.slices_per_call or layout.fewest_slices_per_call) * layout.grid.slice_sequences * sequence
     return Price(
         recipe=recipe,
         layout=layout,
@@ -89,10 +88,10 @@ def price(recipe: Recipe, world_size: int | None = None) -> Price:
         activation_bytes=shapes.activation_choices(recipe, vocab_size, call_tokens),
         flops_per_token=shapes.flops_per_token(recipe, vocab_size),
         tokens_per_step=recipe.train.batch_size * sequence,
-        exchange_bytes=shapes.exchange_bytes(recipe, len(layout.slices) * layout.grid.slice_sequences * sequence, ep),
+        exchange_bytes=shapes.exchange_bytes(recipe, layout.num_slices * layout.grid.slice_sequences * sequence, ep),
         checkpoint_bytes=shapes.checkpoint_bytes(recipe, vocab_size),
-        checkpoint_steps=saved,
-        checkpoints_kept=min(len(saved), recipe.checkpoint.keep_last or len(saved)),
+        checkpoints_written=written,
+        checkpoints_kept=min(written, recipe.checkpoint.keep_last or written),
         step_s={
             name: cost.step_time(recipe, vocab_size, machine, replicas=replicas, ep=ep)
             for name, machine in cost.MACHINES.items()
@@ -106,8 +105,7 @@ def show_price(resolved: Resolved, price: Price, output: Output) -> None:
     ranks = f"{_plural(layout.world_size, 'rank')}: {_plural(layout.replicas, 'replica')} of {layout.ep} expert-parallel"
     cells = f"{_plural(grid.lanes, 'lane')} x {_plural(grid.slices, 'position')}, segments of {grid.segment}"
     slices = f"{_plural(grid.num_slices, 'slice')} of {grid.slice_sequences} x {recipe.train.sequence_length} tokens"
-    last, written = price.checkpoint_steps[-1], len(price.checkpoint_steps)
-    saved = f"{_bytes(price.checkpoint_bytes)}; {written} written, {price.checkpoints_kept} kept"
+    saved = f"{_bytes(price.checkpoint_bytes)}; {price.checkpoints_written} written, {price.checkpoints_kept} kept"
     for label, text in [
         ("recipe", f"{resolved.name} ({resolved.path})"),
         ("ranks", ranks),
@@ -127,15 +125,10 @@ def show_price(resolved: Resolved, price: Price, output: Output) -> None:
         *((f"  {cost.MACHINES[name].name}", _step(parts, recipe)) for name, parts in price.step_s.items()),
         ("files", " ".join(RUN_FILES[:3])),
         ("", " ".join(RUN_FILES[3:])),
-        ("", f"checkpoints/step_{last:06d}: {saved}"),
+        ("", f"checkpoints/step_{recipe.train.steps:06d}: {saved}"),
     ]:
         output.line(f"{label:<17} {text}".rstrip())
     output.report(_as_json(resolved, price))
-
-
-def _slices_per_call(recipe: Recipe, layout: Layout) -> int:
-    """The slices of a rank in one call: the recipe's choice, or the fewest that a call can hold, as on a GPU."""
-    return recipe.distributed.slices_per_call or math.lcm(layout.grid.segment, layout.ep) // layout.ep
 
 
 def _as_json(resolved: Resolved, price: Price) -> dict[str, Any]:
@@ -164,7 +157,7 @@ def _as_json(resolved: Resolved, price: Price) -> dict[str, Any]:
         "files": {
             "names": list(RUN_FILES),
             "checkpoint_bytes": price.checkpoint_bytes,
-            "checkpoint_steps": price.checkpoint_steps,
+            "checkpoints_written": price.checkpoints_written,
             "checkpoints_kept": price.checkpoints_kept,
         },
     }

@@ -199,7 +199,6 @@ class TrainState:
 
 def _slices_per_call(recipe: Recipe, ranks: Ranks, device: torch.device) -> int:
     """The recipe's choice; else all slices at once on a CPU, and as few as a call may hold on a GPU."""
-    layout = ranks.layout
     if recipe.distributed.slices_per_call or device.type == "cpu":
         return recipe.distributed.slices_per_call
-    return next(n for n in range(1, layout.grid.slices_per_lane + 1) if n * layout.ep % layout.grid.segment == 0)
+    return ranks.layout.fewest_slices_per_call

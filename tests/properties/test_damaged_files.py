@@ -3,6 +3,7 @@ never another exception, never a hang."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import shutil
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 
 from mok import checkpoint, recipe
 from mok.data.shards import ShardWriter, TokenStore
-from mok.errors import MokError
+from mok.errors import MokError, UsageError
 from mok.safetensors_files import SafetensorsFolder
 from mok_cli.dry_run import price
 
@@ -66,64 +67,27 @@ def damaged(content: bytes, source: random.Random) -> bytes:
     return bytes(data)
 
 
-VALUES = [
-    *(
-        "0",
-        "1",
-        "2",
-        "3",
-        "4",
-        "6",
-        "8",
-        "16",
-        "48",
-        "64",
-        "100",
-        "1000000007",
-        "9223372036854775807",
-        "-1",
-        "99999999999999999999",
-    ),
-    *(
-        "0.0",
-        "1.0",
-        "0.5",
-        "-0.0",
-        "1e-300",
-        "1e300",
-        "inf",
-        "nan",
-        "true",
-        "false",
-        "[]",
-        "{}",
-        "['a']",
-        "[1, 2]",
-        "1979-05-27",
-    ),
-    *(
-        "''",
-        "'auto'",
-        "'none'",
-        "'all'",
-        "'fp32'",
-        "'bf16'",
-        "'bytes'",
-        "'bpe:512'",
-        "'bpe:'",
-        "'torch'",
-        "'*norm*'",
-        "'\\u0000'",
-    ),
-]
+VALUES = {
+    int: ("0", "1", "2", "3", "4", "6", "8", "16", "48", "64", "100", "1000000007", "9223372036854775807", "-1"),
+    float: ("0", "0.0", "1.0", "0.5", "-0.0", "1e-300", "1e300", "inf", "nan"),
+    bool: ("true", "false"),
+    str: ("''", "'auto'", "'none'", "'bytes'", "'bpe:512'", "'bpe:'", "'x'", "'\\u0000'", "'99999999999999999999'"),
+    list: ("[]", "{}", "['*norm*']", "[1, 2]", "1979-05-27", "99999999999999999999"),
+}
+"""By the type that they suit."""
 
 
 def made_up(_: bytes, source: random.Random) -> bytes:
-    """A recipe of up to eight keys, most of which exist, with values that may suit them."""
+    """A recipe of up to eight keys, most of which exist, with values that suit most of them."""
+    known = recipe.keys()
     sections: dict[str, list[str]] = {}
-    for name in source.choices([*recipe.keys(), "moe.num_expert", "no.such", "train"], k=source.randint(1, 8)):
+    for name in source.choices([*known, "moe.num_expert", "no.such", "train"], k=source.randint(1, 8)):
         section, _, leaf = name.rpartition(".")
-        sections.setdefault(section, []).append(f"{leaf} = {source.choice(VALUES)}")
+        values = [value for kind in VALUES.values() for value in kind]
+        if name in known and source.random() < 0.9:
+            choices = [f"'{choice}'" for choice in known[name].rule.get("choices", ())]
+            values = choices or list(VALUES.get(type(known[name].default), ("[]",)))
+        sections.setdefault(section, []).append(f"{leaf} = {source.choice(values)}")
     return "\n".join(line for name in sorted(sections) for line in [f"[{name}]"] * bool(name) + sections[name]).encode()
 
 
@@ -144,9 +108,12 @@ def make_recipe(folder: Path) -> list[Path]:
 
 
 def read_recipe(folder: Path) -> None:
-    """As `mok train --dry-run` does, for a number of ranks that follows from the content."""
+    """As `mok train --dry-run` does, for one rank and for some number that follows from the content and may not fit."""
     path = folder / "r.toml"
-    price(recipe.load(str(path)), 1 + zlib.crc32(path.read_bytes()) % 9)
+    found = recipe.load(str(path))
+    price(found)
+    with contextlib.suppress(UsageError):
+        price(found, 2 + zlib.crc32(path.read_bytes()) % 8)
 
 
 def make_tokens(folder: Path) -> list[Path]:
