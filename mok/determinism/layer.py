@@ -51,7 +51,10 @@ def layer_of(recipe: Recipe, device: torch.device) -> MoE:
     # Forced routes depend on where in the batch a row is, which is what these checks vary.
     routed = replace(recipe, moe=replace(recipe.moe, force_routing="none"))
     torch.manual_seed(recipe.seed)
-    return moe_of(routed, 0, Group(), DTYPES[recipe.train.dtype], device)
+    layer = moe_of(routed, 0, Group(), DTYPES[recipe.train.dtype], device)
+    for weight in layer.parameters():
+        nn.init.normal_(weight, std=0.02)
+    return layer
 
 
 def layer_inputs(recipe: Recipe, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
