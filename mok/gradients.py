@@ -29,19 +29,21 @@ GEMM_MULTIPLE = 16
 """Rows and columns of a product; with others a CPU's bits depend on how many products are made at once."""
 
 
-def halving_tree(terms: Tensor) -> Tensor:
+def halving_tree(terms: Tensor, out: Tensor | None = None) -> Tensor:
     """Sum of `terms` over dim 0 in the order of the contract: term i and term i + h, h = n/2 rounded up, and so on.
 
-    Works in place: `terms[0]` holds the sum afterwards and is returned; the other terms are destroyed.
+    Works in place: the terms are destroyed. The sum is returned in `out`, or in `terms[0]`.
 
     Example: five terms are added as (((0+3) + 2) + (1+4)).
     """
     count = terms.shape[0]
-    while count > 1:
+    while count > (1 if out is None else 2):
         half = (count + 1) // 2
         terms[: count - half].add_(terms[half:count])
         count = half
-    return terms[0]
+    if out is None:
+        return terms[0]
+    return out.copy_(terms[0]) if count == 1 else torch.add(terms[0], terms[1], out=out)
 
 
 class Exchange(Protocol):
@@ -171,13 +173,14 @@ class GradSink:
         store = self._store
         if store.one_call:
             lanes, positions = store.num_lanes, store.num_positions
-            terms = terms.unflatten(0, (lanes, -1, positions))
+            terms = terms.view(lanes, -1, positions, *terms.shape[1:])
             for time in range(1, terms.shape[1]):
                 terms[:, 0].add_(terms[:, time])
-            per_lane = halving_tree(terms[:, 0].transpose(0, 1))
+            terms = terms[:, 0].transpose(0, 1)
             if self._rows.shape[0] == 1:
-                per_lane = halving_tree(per_lane).unsqueeze(0)
-            self._rows.copy_(per_lane)
+                halving_tree(halving_tree(terms), self._rows[0])
+            else:
+                halving_tree(terms, self._rows)
             return
         for term, cell in zip(terms, store.call.cells, strict=True):
             if self._started[cell]:

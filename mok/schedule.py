@@ -19,19 +19,10 @@ from torch import Tensor
 from mok.errors import UsageError
 from mok.grid import CallGrid
 
-__all__ = ["SEGMENT_ROWS", "ExchangeMaps", "Run", "Schedule", "build_schedule", "count_routes", "exchange_maps"]
+__all__ = ["SEGMENT_ROWS", "ExchangeMaps", "Schedule", "build_schedule", "count_routes", "exchange_maps"]
 
 SEGMENT_ROWS = 16
 """Every (expert, segment) starts on a multiple of so many rows: the granularity of a tensor-core chain (docs/numerics.md)."""
-
-
-class Run(NamedTuple):
-    """The rows of one expert in one segment: `rows` real rows from `start`, then zero rows up to a multiple of 16."""
-
-    expert: int
-    segment: int
-    start: int
-    rows: int
 
 
 @dataclass(frozen=True)
@@ -80,23 +71,18 @@ class Schedule:
         return self.grid.rank * self.num_local_experts
 
     @cached_property
-    def experts(self) -> tuple[tuple[int, int], ...]:
-        """(first row, rows with padding) of each expert of this rank, as Python numbers: one transfer from a GPU."""
+    def expert_sizes(self) -> tuple[int, ...]:
+        """Rows of each expert of this rank, padding included, as Python numbers: one transfer from a GPU."""
         local = slice(self.first_expert, self.first_expert + self.num_local_experts)
-        starts, rows = torch.stack((self.expert_start_E[local], self.expert_rows_E[local])).tolist()
-        return tuple(zip(starts, rows, strict=True))
+        return tuple(self.expert_rows_E[local].tolist())
 
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
-        """The non-empty runs of this rank, expert by expert, segments in order."""
-        first, last = self.first_expert, self.first_expert + self.num_local_experts
-        starts, rows = torch.stack((self.segment_start_XE[:, first:last], self.segment_rows_XE[:, first:last])).tolist()
-        return tuple(
-            Run(expert, segment, starts[segment][expert], rows[segment][expert])
-            for expert in range(self.num_local_experts)
-            for segment in range(self.grid.num_segments)
-            if rows[segment][expert]
-        )
+    def segment_sizes(self) -> tuple[int, ...]:
+        """Rows of each segment of each expert of this rank, expert by expert, with the zero rows up to a multiple of 16; they
+        fill the buffer where `tile_rows` is 16."""
+        local = slice(self.first_expert, self.first_expert + self.num_local_experts)
+        rows_XL = self.segment_rows_XE[:, local].cpu().numpy()
+        return tuple(_round_up(rows_XL, SEGMENT_ROWS).T.reshape(-1).tolist())
 
     @cached_property
     def num_masked(self) -> int:

@@ -22,22 +22,14 @@ from mok.backends.quantization import Operand, round_row_groups, round_rows, rou
 from mok.errors import MokError
 from mok.gradients import GradBuffers
 from mok.quantization import Quantization
-from mok.schedule import SEGMENT_ROWS, Schedule
+from mok.schedule import Schedule
 from mok.transport.local import LocalTransport
 
-__all__ = ["Activations", "Saved", "backward", "check_gemm_rows", "forward", "why_not"]
+__all__ = ["Saved", "backward", "check_gemm_rows", "forward", "why_not"]
 
 SUM_BLOCK = 128  # columns that one block of the router-weight gradient adds up
 GEMM_MULTIPLE = 16  # rows and columns; with other sizes MKL's sums depend on where in the matrix a row is
 GEMM_ALIGNMENT_BYTES = 16
-
-
-@dataclass(frozen=True)
-class Activations:
-    """What `_swiglu` leaves behind, all fp32: silu(gate), and the hidden rows silu(gate) * up."""
-
-    silu_PI: Tensor
-    hidden_PI: Tensor
 
 
 @dataclass(frozen=True)
@@ -46,7 +38,7 @@ class Saved:
 
     J = 2I: gate columns, then up columns. Widths are padded to multiples of 16;
     hidden_size and shared_size are the true H and S. Weights are as products take them: where operands are 8-bit, `_back` are
-    those of products towards the input; else they are the same.
+    those of products towards the input; else they are the same. hidden_PI is kept in fp32 only.
     """
 
     hidden_size: int
@@ -61,7 +53,6 @@ class Saved:
     x_PH: Tensor | None = None
     gate_up_PJ: Tensor | None = None
     hidden_PI: Tensor | None = None
-    silu_PI: Tensor | None = None
     shared_gate_up_JH: Tensor | None = None
     shared_gate_up_back_JH: Tensor | None = None
     shared_down_back_HS: Tensor | None = None
@@ -108,9 +99,8 @@ def forward(
 
     x_PH = transport.rows_of_tokens(x_TH, schedule)
     gate_up_PJ = _product_by_expert(_rows(x_PH, block), w_gate_up.over_columns.transpose(1, 2), schedule)
-    act = _swiglu(gate_up_PJ, options.clamp)
-    hidden_PI = act.hidden_PI.to(x_TH.dtype)
-    y_PH = _product_by_expert(_rows(hidden_PI, block), w_down.over_columns.transpose(1, 2), schedule)
+    hidden_PI = _swiglu(gate_up_PJ, options.clamp)
+    y_PH = _product_by_expert(_rows(hidden_PI.to(x_TH.dtype), block), w_down.over_columns.transpose(1, 2), schedule)
     sum_TH = _combine(transport.slots_of_rows(y_PH, schedule), weights_TK)
 
     shared_gate_up = shared_down = shared_gate_up_TJ = None
@@ -119,13 +109,13 @@ def forward(
         shared_gate_up = _operand("shared_gate_up", gate_up_1JH, shared_block, options)
         shared_down = _operand("shared_down", _gemm_ready(_pad_matrix(experts.shared.down_HS[None])), shared_block, options)
         shared_gate_up_TJ = torch.mm(_rows(_pad_rows(x_TH), shared_block), shared_gate_up.over_columns[0].t())
-        hidden_TS = _swiglu(shared_gate_up_TJ, options.clamp).hidden_PI.to(x_TH.dtype)
+        hidden_TS = _swiglu(shared_gate_up_TJ, options.clamp).to(x_TH.dtype)
         shared_TH = torch.mm(_rows(hidden_TS, shared_block), shared_down.over_columns[0].t())[: x_TH.shape[0]].float()
         sum_TH.add_(shared_TH if shared_scale_T is None else shared_TH * shared_scale_T.unsqueeze(1))
     y_TH = _true_columns(sum_TH.to(x_TH.dtype), hidden_size)
 
     keep_all, keep_gate_up = options.recompute == "none", options.recompute != "all"
-    keep_fp32 = keep_all and x_TH.dtype == torch.float32  # beside bf16 rows they would triple what is saved
+    keep_hidden = keep_all and x_TH.dtype == torch.float32  # beside bf16 rows it would double what is saved
     return y_TH, Saved(
         hidden_size=hidden_size,
         shared_size=experts.shared.down_HS.shape[1] if experts.shared else 0,
@@ -138,8 +128,7 @@ def forward(
         x_TH=None if keep_all and experts.shared is None else x_TH,
         x_PH=x_PH if keep_all else None,
         gate_up_PJ=gate_up_PJ if keep_gate_up else None,
-        hidden_PI=hidden_PI if keep_all else None,
-        silu_PI=act.silu_PI if keep_fp32 else None,
+        hidden_PI=hidden_PI if keep_hidden else None,
         shared_gate_up_JH=shared_gate_up.over_columns[0] if shared_gate_up else None,
         shared_gate_up_back_JH=shared_gate_up.over_rows[0] if shared_gate_up else None,
         shared_down_back_HS=shared_down.over_rows[0] if shared_down else None,
@@ -166,21 +155,18 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     gate_up_PJ = saved.gate_up_PJ
     if gate_up_PJ is None:
         gate_up_PJ = _product_by_expert(_rows(x_PH, block), saved.w_gate_up_LJH.transpose(1, 2), schedule)
-    if saved.hidden_PI is None or saved.silu_PI is None:
-        act = _swiglu(gate_up_PJ, options.clamp)
-    else:
-        act = Activations(saved.silu_PI, saved.hidden_PI)
+    hidden_PI = _swiglu(gate_up_PJ, options.clamp) if saved.hidden_PI is None else saved.hidden_PI
 
     dy_PH = transport.rows_of_tokens(dy_TH, schedule)
     weights_P = transport.rows_of_routes(saved.weights_TK.reshape(-1), schedule)
     dh_PI = _product_by_expert(_rows(dy_PH, block), saved.w_down_back_LHI, schedule, fp32=True)
-    d_gate_up_PJ, scaled_hidden_PI, dweights_P = _swiglu_backward(dh_PI, gate_up_PJ, act, weights_P, options.clamp)
+    d_gate_up_PJ, scaled_hidden_PI, dweights_P = _swiglu_backward(dh_PI, gate_up_PJ, hidden_PI, weights_P, options.clamp)
     dx_PH = _product_by_expert(_rows(d_gate_up_PJ, block), saved.w_gate_up_back_LJH, schedule)
     dx_sum_TH = _combine(transport.slots_of_rows(dx_PH, schedule))
     if grads is not None:
         rows_block = block if options.quantization is not None and options.quantization.weight_gradients else 0
         _add_weight_grads(grads, schedule, d_gate_up_PJ, x_PH, dy_PH, scaled_hidden_PI, rows_block)
-    dweights_TK = torch.cat([slot.clone() for slot in transport.slots_of_rows(dweights_P.unsqueeze(1), schedule)], dim=1)
+    dweights_TK = torch.cat(list(transport.slots_of_rows(dweights_P.unsqueeze(1), schedule)), dim=1)
 
     shared = dscale_T = None
     if saved.shared_gate_up_JH is not None and saved.shared_gate_up_back_JH is not None:
@@ -192,8 +178,8 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
             gate_up_TJ = torch.mm(_rows(_pad_rows(saved.x_TH), shared_block), saved.shared_gate_up_JH.t())
         dh_TS = _product_fp32(_rows(_pad_rows(dy_TH), shared_block), saved.shared_down_back_HS)
         scale_T = None if saved.shared_scale_T is None else pad(saved.shared_scale_T, (0, dh_TS.shape[0] - tokens))
-        act = _swiglu(gate_up_TJ, options.clamp)
-        d_gate_up_TJ, scaled_hidden_TS, dscale = _swiglu_backward(dh_TS, gate_up_TJ, act, scale_T, options.clamp)
+        hidden_TS = _swiglu(gate_up_TJ, options.clamp)
+        d_gate_up_TJ, scaled_hidden_TS, dscale = _swiglu_backward(dh_TS, gate_up_TJ, hidden_TS, scale_T, options.clamp)
         dx_sum_TH.add_(torch.mm(_rows(d_gate_up_TJ, shared_block), saved.shared_gate_up_back_JH)[:tokens])
         size = saved.shared_size
         shared = SharedGrads(_true_halves(d_gate_up_TJ[:tokens], size), scaled_hidden_TS[:tokens, :size])
@@ -268,7 +254,7 @@ def _product_by_expert(rows_PA: Tensor, weights_LAB: Tensor, schedule: Schedule,
     """out[p] = rows[p] @ weights[expert of row p]; every row of the buffer belongs to an expert, so every row is written."""
     dtype = torch.float32 if fp32 else rows_PA.dtype
     out_PB = torch.empty(rows_PA.shape[0], weights_LAB.shape[2], dtype=dtype, device=rows_PA.device)
-    sizes = [rows for _, rows in schedule.experts]
+    sizes = schedule.expert_sizes
     for operand, weights_AB, out in zip(rows_PA.split(sizes), weights_LAB.unbind(), out_PB.split(sizes), strict=True):
         if not operand.shape[0]:
             continue
@@ -286,33 +272,32 @@ def _product_fp32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32, out=out)
 
 
-def _swiglu(gate_up_PJ: Tensor, clamp: float) -> Activations:
-    """hidden = silu(gate) * up."""
+def _swiglu(gate_up_PJ: Tensor, clamp: float) -> Tensor:
+    """Hidden rows silu(gate) * up, fp32."""
     gate_PI, up_PI = _clamped(gate_up_PJ, clamp)
-    silu_PI = silu(gate_PI)
-    return Activations(silu_PI, silu_PI * up_PI)
+    return silu(gate_PI).mul_(up_PI)
 
 
 def _swiglu_backward(
-    dh_PI: Tensor, gate_up_PJ: Tensor, act: Activations, weights_P: Tensor | None, clamp: float
+    dh_PI: Tensor, gate_up_PJ: Tensor, hidden_PI: Tensor, weights_P: Tensor | None, clamp: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From dh, fp32 and unweighted (it is overwritten): d(gate) and d(up) [P, J], and the hidden rows, all three times the
-    row's weight, in the dtype of gate_up; and the gradient of that weight [P], fp32.
+    row's weight, in the dtype of gate_up; and the gradient of that weight [P], fp32. hidden_PI: of `_swiglu`.
 
     d(hidden)/d(gate) = up * sigmoid * (1 + gate * (1 - sigmoid)).
     """
     dtype = gate_up_PJ.dtype
     gate_PI, up_PI = _clamped(gate_up_PJ, clamp)
-    scratch_PI = dh_PI * act.hidden_PI.to(dtype)
+    scratch_PI = dh_PI * hidden_PI.to(dtype)
     dweights_P = _row_sum(scratch_PI)
-    scaled_hidden_PI = act.hidden_PI
+    scaled_hidden_PI = hidden_PI
     if weights_P is not None:
         weights_P1 = weights_P.unsqueeze(1)
         dh_PI.mul_(weights_P1)
-        scaled_hidden_PI = torch.mul(act.hidden_PI, weights_P1, out=scratch_PI)
+        scaled_hidden_PI = torch.mul(hidden_PI, weights_P1, out=scratch_PI)
     d_gate_up_PJ = torch.empty(gate_up_PJ.shape, dtype=torch.float32, device=gate_up_PJ.device)
     d_gate_PI, d_up_PI = d_gate_up_PJ.chunk(2, dim=1)
-    torch.mul(dh_PI, act.silu_PI, out=d_up_PI)
+    silu(gate_PI, d_up_PI).mul_(dh_PI)
     silu_backward(dh_PI.mul_(up_PI), gate_PI, d_gate_PI)
     if clamp:
         raw_gate_PI, raw_up_PI = gate_up_PJ.chunk(2, dim=1)
@@ -344,7 +329,7 @@ def _combine(slots: Iterable[Tensor], weights_TK: Tensor | None = None) -> Tenso
         if weights_TK is not None:
             rows_TH.mul_(weights_TK[:, k : k + 1])
         # Added to +0, -0.0 becomes +0.0; anything else stays what it is.
-        sum_TH = rows_TH + 0.0 if sum_TH is None else sum_TH.add_(rows_TH)
+        sum_TH = rows_TH.add_(0.0) if sum_TH is None else sum_TH.add_(rows_TH)
     assert sum_TH is not None
     return sum_TH
 
@@ -364,47 +349,40 @@ def _add_weight_grads(
     do not depend on which calls the segments come in. rows_block: rows, from the first of the segment on, that share a scale in
     8-bit operands; 0 leaves operands as they are.
     """
-    lane_of_segment = schedule.grid.lane_of_segment
-    first_segment = {lane: lane_of_segment.index(lane) for lane in set(lane_of_segment) if not grads.started[lane]}
-    fresh = {(lane, expert) for lane in first_segment for expert in range(schedule.num_local_experts)}
-    for run in schedule.runs:
-        lane = lane_of_segment[run.segment]
-        first = (lane, run.expert) in fresh and first_segment[lane] == run.segment
-        if first:
-            fresh.remove((lane, run.expert))
-        elif (lane, run.expert) in fresh:
-            fresh.remove((lane, run.expert))
-            _zero(grads, lane, run.expert)
-        rows = -(-run.rows // SEGMENT_ROWS) * SEGMENT_ROWS
-        operands = [part.narrow(0, run.start, rows) for part in (d_gate_up_PJ, x_PH, dy_PH, hidden_PI)]
-        if rows_block:
-            operands = [round_row_groups(part, rows_block) for part in operands]
-        d_gate_up, x, dy, hidden = operands
-        gate, up, down = grads.gate[lane, run.expert], grads.up[lane, run.expert], grads.down[lane, run.expert]
-        _term(first, (gate, up), d_gate_up, x)
-        _term(first, (down,), dy, hidden)
-    for lane, expert in fresh:
-        _zero(grads, lane, expert)
+    lanes, sizes = schedule.grid.lane_of_segment, schedule.segment_sizes
+    if rows_block:
+        d_gate_up_PJ, x_PH, dy_PH, hidden_PI = (
+            torch.cat([round_row_groups(rows, rows_block) if len(rows) else rows for rows in whole.split(sizes)])
+            for whole in (d_gate_up_PJ, x_PH, dy_PH, hidden_PI)
+        )
+    is_first = [not grads.started[lane] and lane not in lanes[:segment] for segment, lane in enumerate(lanes)]
+    joined = _joined(grads.gate, grads.up)
+    gate_up = (grads.gate, grads.up) if joined is None else (joined,)
+    for targets, a_PA, b_PB in ((gate_up, d_gate_up_PJ, x_PH), ((grads.down,), dy_PH, hidden_PI)):
+        a_parts, b_parts = iter(a_PA.t().split(sizes, 1)), iter(b_PB.split(sizes))
+        for of_expert in zip(*(target.unbind(1) for target in targets), strict=True):
+            of_lane = tuple(zip(*(target.unbind() for target in of_expert), strict=True))
+            for lane, first in zip(lanes, is_first, strict=True):
+                _term(first, of_lane[lane], next(a_parts), next(b_parts))
 
 
-def _term(first: bool, targets: tuple[Tensor, ...], a_MA: Tensor, b_MB: Tensor) -> None:
-    """Store (first) or add a^T b; its rows are dealt to the targets in equal shares, padded rows and columns left out."""
-    whole = _joined(*targets) if len(targets) == 2 else targets[0]
-    if first and whole is not None and whole.shape == (a_MA.shape[1], b_MB.shape[1]) and whole.stride(1) == 1:
-        _product_fp32(a_MA.t(), b_MB, whole)
+def _term(first: bool, targets: tuple[Tensor, ...], a_AM: Tensor, b_MB: Tensor) -> None:
+    """Store (first) or add a @ b, whose rows are dealt to the targets in equal shares, padded rows and columns left out."""
+    if not b_MB.shape[0]:
+        for target in targets if first else ():
+            target.zero_()
         return
-    term = _product_fp32(a_MA.t(), b_MB)
+    whole = targets[0] if len(targets) == 1 else None
+    if first and whole is not None and whole.shape == (a_AM.shape[0], b_MB.shape[1]) and whole.stride(1) == 1:
+        _product_fp32(a_AM, b_MB, whole)
+        return
+    term = _product_fp32(a_AM, b_MB)
     for target, part in zip(targets, term.chunk(len(targets)), strict=True):
         part = part[: target.shape[0], : target.shape[1]]
         if first:
             target.copy_(part)
         else:
             target.add_(part)
-
-
-def _zero(grads: GradBuffers, lane: int, expert: int) -> None:
-    for buffer in (grads.gate, grads.up, grads.down):
-        buffer[lane, expert].zero_()
 
 
 def _gate_up_weights(gate_LIH: Tensor, up_LIH: Tensor) -> Tensor:

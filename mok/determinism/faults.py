@@ -65,12 +65,12 @@ def swap_order(by_clock: bool, from_step: Callable[[], bool]) -> None:
     """
     in_order = mok.gradients.halving_tree
 
-    def swapped(terms: Tensor) -> Tensor:
+    def swapped(terms: Tensor, out: Tensor | None = None) -> Tensor:
         count = terms.shape[0]
         if count > 2 and from_step() and (not by_clock or time.perf_counter_ns() // 1000 % 2):
             second, third = 1, (count + 1) // 2
             terms[[second, third]] = terms[[third, second]]
-        return in_order(terms)
+        return in_order(terms, out)
 
     mok.gradients.halving_tree = swapped
 

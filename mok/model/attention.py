@@ -7,6 +7,7 @@ Norms of heads and the rotary embedding are one autograd function with SDPA, so 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mok.config import ModelConfig
 from mok.model.linear import linear
-from mok.model.norm import rms_norm_backward, rms_normed, weight_gradient
+from mok.model.norm import rms_norm_backward, rms_normed, slices_of, weight_gradient
 
 __all__ = ["Attention", "Rotary"]
 
@@ -45,97 +46,103 @@ class Rotary:
         cos, sin = (torch.cat([f, f], -1).to(dtype).expand(-1, heads, -1).contiguous() for f in (angle.cos(), angle.sin()))
         return cls(cos, sin)
 
-    def rotate(self, x_BSXD: Tensor, direction: int) -> Tensor:
-        """Every head of x rotated forward (direction 1) or back (-1), in new contiguous memory."""
+    def rotate_(self, x_BSXD: Tensor, direction: int) -> Tensor:
+        """Rotate every head of x forward (direction 1) or back (-1), in place."""
         rotated = self.cos_SXr.shape[-1]
         half = rotated // 2
         part = x_BSXD[..., :rotated]
-        y_BSXr, crossed = part * self.cos_SXr, part * self.sin_SXr
-        first, second = y_BSXr[..., :half], y_BSXr[..., half:]
+        crossed = part * self.sin_SXr
+        part.mul_(self.cos_SXr)
+        first, second = part[..., :half], part[..., half:]
         if direction == 1:
             first.sub_(crossed[..., half:])
             second.add_(crossed[..., :half])
         else:
             first.add_(crossed[..., half:])
             second.sub_(crossed[..., :half])
-        return y_BSXr if rotated == x_BSXD.shape[-1] else torch.cat([y_BSXr, x_BSXD[..., rotated:]], -1)
+        return x_BSXD
 
 
-def _sdpa(q_BSAD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor) -> Tensor:
-    """Causal attention, [B, S, A, D] in and out.
+def _sdpa(q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> Tensor:
+    """Causal attention, [B, A, S, D] in and out.
 
     On a GPU only the composed kernel is allowed, whose backward repeats bit for bit; what fused attention can do does not come
     here.
     """
-    q, k, v = q_BSAD.transpose(1, 2), k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2)
-    grouped = q.shape[1] != k.shape[1]
-    if not q.is_cuda:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
-    with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+    grouped = q_BASD.shape[1] != k_BGSD.shape[1]
+    with sdpa_kernel(SDPBackend.MATH) if q_BASD.is_cuda else nullcontext():
+        return F.scaled_dot_product_attention(q_BASD, k_BGSD, v_BGSD, is_causal=True, enable_gqa=grouped)
 
 
 class _Heads(torch.autograd.Function):
-    """From projected queries, keys and values [B, S, A + 2G, D] to attended values [B, S, A, D]."""
+    """From projected queries, keys and values [B, S, A + 2G, D] to attended values [B, S, A, D].
+
+    On a CPU the two operations that SDPA stands for are called by themselves; a graph inside this function, as a GPU has it
+    here, would stay in memory where blocks are computed again.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, heads_BSXD: Tensor, w_q: Tensor | None, w_k: Tensor | None, kind: str, num_q: int, eps: float, rotary: Rotary
     ) -> Tensor:
         num_kv = (heads_BSXD.shape[2] - num_q) // 2
-        num_rotated = num_q + num_kv
-        ctx.kind, ctx.num_q, ctx.num_kv, ctx.rotary = kind, num_q, num_kv, rotary
-        qk_BSXD = heads_BSXD[:, :, :num_rotated]
-        saved = []
-        if w_q is not None and w_k is not None:
+        qk_BSXD = heads_BSXD[:, :, : num_q + num_kv]
+        kept = []
+        if w_q is None or w_k is None:
+            qk_BSXD = qk_BSXD.clone()
+        else:
             parts = []
             for x, w in zip(_groups(qk_BSXD, kind, num_q), _group_weights(w_q, w_k, kind, num_q, num_kv), strict=True):
                 normed, rstd = rms_normed(x, eps)
                 parts.append((normed * w).view(*qk_BSXD.shape[:2], -1, qk_BSXD.shape[-1]))
-                saved += [normed, rstd]
+                kept += [normed, rstd]
             qk_BSXD = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-        qk_BSXD = rotary.rotate(qk_BSXD, 1)
-        inputs = (qk_BSXD[:, :, :num_q], qk_BSXD[:, :, num_q:], heads_BSXD[:, :, num_rotated:])
+        operands = _attention_operands(rotary.rotate_(qk_BSXD, 1), heads_BSXD, num_q)
         if not any(ctx.needs_input_grad):
-            return _sdpa(*inputs)
-        # The attention kernel's own backward is kept by a small graph of its own, whatever kernel SDPA chose.
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        with torch.enable_grad():
-            out_BSAD = _sdpa(*leaves)
-        ctx.inputs, ctx.out = leaves, out_BSAD
-        ctx.save_for_backward(w_q, w_k, *saved)
-        ctx.parameters = w_q, w_k
-        return out_BSAD.detach()
+            return _sdpa(*operands).transpose(1, 2)
+        ctx.kind, ctx.num_q, ctx.num_kv, ctx.rotary, ctx.parameters = kind, num_q, num_kv, rotary, (w_q, w_k)
+        if heads_BSXD.is_cuda:
+            leaves = [x.detach().requires_grad_() for x in operands]
+            with torch.enable_grad():
+                out_BASD = _sdpa(*leaves)
+            ctx.graph = leaves, out_BASD
+            ctx.save_for_backward(w_q, w_k, *kept)
+            return out_BASD.detach().transpose(1, 2)
+        out_BASD, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*operands, 0.0, True)
+        ctx.graph = None
+        ctx.save_for_backward(w_q, w_k, *kept, qk_BSXD, heads_BSXD, out_BASD, lse)
+        return out_BASD.transpose(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout_BSAD: Tensor) -> tuple[Tensor | None, ...]:
-        w_q, w_k, *saved = ctx.saved_tensors
+        w_q, w_k, *kept = ctx.saved_tensors
         num_q, num_kv = ctx.num_q, ctx.num_kv
-        dq, dk, dv = torch.autograd.grad(ctx.out, ctx.inputs, dout_BSAD)
-        dqk_BSXD = ctx.rotary.rotate(torch.cat([dq, dk], 2), -1)
-        dheads_BSXD = dqk_BSXD.new_empty(*dq.shape[:2], num_q + 2 * num_kv, dq.shape[-1])
-        dheads_BSXD[:, :, num_q + num_kv :] = dv
-        target_BSXD = dheads_BSXD[:, :, : num_q + num_kv]
-        dw_q = dw_k = None
-        if not saved:
-            target_BSXD.copy_(dqk_BSXD)
+        dout_BASD = dout_BSAD.transpose(1, 2)
+        if ctx.graph is not None:
+            leaves, out_BASD = ctx.graph
+            gradients = torch.autograd.grad(out_BASD, leaves, dout_BASD)
         else:
-            per_rows = []
-            for dy, normed, rstd, w, out in zip(
-                _groups(dqk_BSXD, ctx.kind, num_q),
-                saved[::2],
-                saved[1::2],
-                _group_weights(w_q, w_k, ctx.kind, num_q, num_kv),
-                _groups(target_BSXD, ctx.kind, num_q),
-                strict=True,
-            ):
-                dx, per_row = rms_norm_backward(dy, normed, rstd, w)
-                out.copy_(dx)
-                per_rows.append(per_row)
-            if ctx.kind == "head":
-                per_rows = [per_rows[0][:, :, :num_q], per_rows[0][:, :, num_q:]]
-            dw_q, dw_k = (_norm_weight_gradient(*pair) for pair in zip(ctx.parameters, per_rows, strict=True))
+            *kept, qk_BSXD, heads_BSXD, out_BASD, lse = kept
+            gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                dout_BASD, *_attention_operands(qk_BSXD, heads_BSXD, num_q), out_BASD, lse, 0.0, True
+            )
+        dheads_BSXD = torch.cat([d.transpose(1, 2) for d in gradients], 2)
+        dqk_BSXD = ctx.rotary.rotate_(dheads_BSXD[:, :, : num_q + num_kv], -1)
+        if not kept:
+            return dheads_BSXD, None, None, None, None, None, None
+        slices = max(map(slices_of, ctx.parameters))
+        weights = _group_weights(w_q, w_k, ctx.kind, num_q, num_kv)
+        dws = []
+        for d, normed, rstd, w in zip(_groups(dqk_BSXD, ctx.kind, num_q), kept[::2], kept[1::2], weights, strict=True):
+            d, normed, rstd = d.flatten(0, 1), normed.flatten(0, 1), rstd.flatten(0, 1)
+            dx, dw = rms_norm_backward(d, normed, rstd, w, slices, out=d if d.dtype == rstd.dtype else None)
+            if dx is not d:
+                d.copy_(dx)
+            dws.append(dw)
+        if ctx.kind == "head":
+            dws = [dw.sum(1) for dw in dws[0].split([num_q, num_kv], 1)]
+        dw_q, dw_k = (weight_gradient(weight, dw) for weight, dw in zip(ctx.parameters, dws, strict=True))
         return dheads_BSXD, dw_q, dw_k, None, None, None, None
 
 
@@ -198,7 +205,7 @@ class _HeadsOnGpu(torch.autograd.Function):
         found = []
         cos, sin = ctx.rotary.cos_SXr, ctx.rotary.sin_SXr
         for part, weight, parameter, rstd in zip(ctx.parts, (w_q, w_k), ctx.parameters, rstds, strict=True):
-            slices = parameter.grad_sink.num_slices if hasattr(parameter, "grad_sink") else 1
+            slices = 1 if parameter is None else slices_of(parameter)
             dy = dqk_BSXD[:, :, part.first : part.first + part.count]
             dw_CX = dense.norm_and_rotate_backward(dy, heads_BSXD, part, weight, cos, sin, rstd, dheads_BSXD, slices)
             found.append(None if dw_CX is None else weight_gradient(parameter, dw_CX))
@@ -206,7 +213,7 @@ class _HeadsOnGpu(torch.autograd.Function):
 
 
 def _attention_operands(qk_BSXD: Tensor, heads_BSXD: Tensor, num_q: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as fused attention wants them, [B, heads, S, D], without a copy."""
+    """Queries, keys and values as attention wants them, [B, heads, S, D], without a copy."""
     parts = qk_BSXD[:, :, :num_q], qk_BSXD[:, :, num_q:], heads_BSXD[:, :, qk_BSXD.shape[2] :]
     q, k, v = (part.transpose(1, 2) for part in parts)
     return q, k, v
@@ -237,18 +244,6 @@ def _groups(qk_BSXD: Tensor, kind: str, num_q: int) -> list[Tensor]:
 def _group_weights(w_q: Tensor, w_k: Tensor, kind: str, num_q: int, num_kv: int) -> list[Tensor]:
     """The weights of `_groups`."""
     return [torch.cat([w_q.expand(num_q, -1), w_k.expand(num_kv, -1)])] if kind == "head" else [w_q, w_k]
-
-
-def _norm_weight_gradient(weight: Tensor, per_row: Tensor) -> Tensor | None:
-    """Sum `per_row` [B, S, (heads,) size] over all but the last dim, slice by slice where the weight has a sink."""
-    if not weight.requires_grad:
-        return None
-    sink = getattr(weight, "grad_sink", None)
-    if sink is None:
-        return per_row.flatten(0, -2).sum(0).to(weight.dtype)
-    per_slice = per_row.reshape(sink.num_slices, -1, *per_row.shape[2:]).sum(1, dtype=torch.float32)
-    sink.add(per_slice if per_slice.dim() == 2 else per_slice.sum(1))
-    return None
 
 
 class Attention(nn.Module):

@@ -84,9 +84,11 @@ class _Embedding(torch.autograd.Function):
         sink = getattr(w_VH, "embedding_sink", None) or getattr(w_VH, "grad_sink", None)
         if sink is None:
             return None, _scatter_rows(dy_TH, ids_T, w_VH.shape[0])
-        slices = sink.num_slices
-        ids_Cs, dy_CsH = ids_T.view(slices, -1), dy_TH.float().view(slices, -1, dy_TH.shape[-1])
-        sink.add(torch.stack([_scatter_rows(dy_CsH[i], ids_Cs[i], w_VH.shape[0]) for i in range(slices)]))
+        # Each slice adds up in rows of its own.
+        slices, (rows, width) = sink.num_slices, w_VH.shape
+        first_row_C1 = torch.arange(0, slices * rows, rows, device=ids_T.device).unsqueeze(1)
+        terms = _scatter_rows(dy_TH.float(), (ids_T.view(slices, -1) + first_row_C1).view(-1), slices * rows)
+        sink.add(terms.view(slices, rows, width))
         return None, None
 
 

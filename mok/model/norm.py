@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["RMSNorm", "has_kernels", "rms_norm", "rms_norm_backward", "rms_normed", "weight_gradient"]
+__all__ = ["RMSNorm", "has_kernels", "rms_norm", "rms_norm_backward", "rms_normed", "slices_of", "weight_gradient"]
 
 
 def rms_normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -23,16 +23,20 @@ def rms_normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (wide * rstd).to(x.dtype), rstd
 
 
-def rms_norm_backward(dy: Tensor, normed: Tensor, rstd: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(dx in the dtype of `rstd`, dy * normed: the weight's gradient before any sum over tokens).
+def rms_norm_backward(
+    dy: Tensor, normed: Tensor, rstd: Tensor, weight: Tensor, num_slices: int, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """(dx in the dtype of `rstd` and the shape of dy, in `out` or new memory; the weight's gradient of each slice).
 
-    With n = x rstd: dx = rstd (w dy - n mean(n w dy)).
+    dy: [T, ..., X] with the tokens of `num_slices` slices; `out` may be dy itself. weight: what each token is multiplied with,
+    [..., X]. With n = x rstd: dx = rstd (w dy - n mean(n w dy)), and the weight's gradient [slices, ..., X] sums n dy.
     """
     dy, normed = dy.to(rstd.dtype), normed.to(rstd.dtype)
-    per_row = dy * normed
-    dx = dy * weight
-    mean = (dx * normed).mean(-1, keepdim=True)
-    return dx.sub_(normed * mean).mul_(rstd), per_row
+    scratch = dy * normed
+    dw = scratch.view(num_slices, -1, *dy.shape[1:]).sum(1)
+    dx = torch.mul(dy, weight, out=out)
+    mean = scratch.mul_(weight).mean(-1, keepdim=True)
+    return dx.sub_(torch.mul(normed, mean, out=scratch)).mul_(rstd), dw
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -49,15 +53,8 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor, Tensor | None, None]:
         normed_TH, rstd_T1, w_H = ctx.saved_tensors
-        dx_TH, per_row_TH = rms_norm_backward(dy_TH, normed_TH, rstd_T1, w_H)
-        dw_H = None
-        if ctx.needs_input_grad[1]:
-            sink = getattr(ctx.parameter, "grad_sink", None)
-            if sink is None:
-                dw_H = per_row_TH.sum(0).to(w_H.dtype)
-            else:
-                sink.column_sums(per_row_TH)
-        return dx_TH.to(dy_TH.dtype), dw_H, None
+        dx_TH, dw_CH = rms_norm_backward(dy_TH, normed_TH, rstd_T1, w_H, slices_of(ctx.parameter))
+        return dx_TH.to(dy_TH.dtype), weight_gradient(ctx.parameter, dw_CH), None
 
 
 class _OnGpu(torch.autograd.Function):
@@ -76,14 +73,19 @@ class _OnGpu(torch.autograd.Function):
         from mok.launch import dense
 
         x_TH, rstd_T, w_H = ctx.saved_tensors
-        sink = getattr(ctx.parameter, "grad_sink", None)
-        dx_TH, dw_CH = dense.rms_norm_backward(dy_TH, x_TH, rstd_T, w_H, sink.num_slices if sink else 1)
+        dx_TH, dw_CH = dense.rms_norm_backward(dy_TH, x_TH, rstd_T, w_H, slices_of(ctx.parameter))
         return dx_TH, weight_gradient(ctx.parameter, dw_CH), None
 
 
 def has_kernels(x: Tensor) -> bool:
     """Whether the kernels of `mok/launch/dense.py` compute on x; the plain functions also know fp64 and CPUs."""
     return x.is_cuda and x.dtype != torch.float64
+
+
+def slices_of(weight: Tensor) -> int:
+    """How many slices the gradient of a weight is summed up in: those of the call, or one where no trainer asks for more."""
+    sink = getattr(weight, "grad_sink", None)
+    return 1 if sink is None else sink.num_slices
 
 
 def weight_gradient(weight: Tensor, per_slice: Tensor) -> Tensor | None:

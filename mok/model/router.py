@@ -259,7 +259,10 @@ class _Route(torch.autograd.Function):
             ids_TK = ids_TK.masked_fill(~valid_T.unsqueeze(1), -1)
             weights_TK = weights_TK.masked_fill(~valid_T.unsqueeze(1), 0)
         balance_C, load_CE, valid_C = _balance_loss(probabilities_TE, ids_TK, num_slices, valid_T)
-        lse_T = torch.logsumexp(logits_TE, dim=1)
+        if routing.score == "softmax":  # the largest probability is exp(its logit - lse)
+            lse_T = logits_TE.amax(1) - scores_TE.amax(1).log()
+        else:
+            lse_T = torch.logsumexp(logits_TE, dim=1)
         z_C = _slice_mean(lse_T.square(), num_slices, valid_T, valid_C)
         ids_TK = ids_TK.to(torch.int32)
         saved_logits_TE = None if routing.score == "softmax" else logits_TE

@@ -75,12 +75,12 @@ class Block(nn.Module):
             self.mlp = moe_of(recipe, layer, group, dtype, device)
 
     def forward(self, x_TH: Tensor, batch: int, rotary: Rotary, grid: CallGrid) -> tuple[Tensor, MoEStats | None]:
-        x_TH = x_TH + self.attention(self.input_norm(x_TH), batch, rotary)
+        x_TH = self.attention(self.input_norm(x_TH), batch, rotary).add_(x_TH)
         normed_TH = self.post_attention_norm(x_TH)
         if isinstance(self.mlp, DenseMLP):
-            return x_TH + self.mlp(normed_TH), None
+            return self.mlp(normed_TH).add_(x_TH), None
         y_TH, stats = self.mlp.call(normed_TH, grid)
-        return x_TH + y_TH, stats
+        return y_TH.add_(x_TH), stats
 
 
 def moe_of(recipe: Recipe, layer: int, group: Group, dtype: torch.dtype, device: torch.device | None) -> MoE:

@@ -25,5 +25,5 @@ class Transport(Protocol):
         """[P]: each row gets the value of its route; padding rows are zero."""
 
     def slots_of_rows(self, rows_PX: Tensor, schedule: Schedule) -> Iterator[Tensor]:
-        """K tensors [T, X], slot by slot: each token's row there, zeros where the route is masked. The receiver may overwrite
-        one, and must be done with it before it asks for the next."""
+        """K tensors [T, X], slot by slot: each token's row there, zeros where the route is masked. All are
+        new memory, which the receiver may keep and overwrite."""

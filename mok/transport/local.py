@@ -27,11 +27,11 @@ class LocalTransport:
         return rows_P.index_fill_(0, schedule.padding_rows, 0)
 
     def slots_of_rows(self, rows_PX: Tensor, schedule: Schedule) -> Iterator[Tensor]:
-        shape = schedule.expert_ids_TK.shape[0], rows_PX.shape[1]
-        slot_TX = rows_PX.new_empty(shape) if schedule.num_rows else rows_PX.new_zeros(shape)
         for row_T in schedule.row_of_slot_KT:
-            if schedule.num_rows:
-                torch.index_select(rows_PX, 0, row_T.clamp(min=0) if schedule.num_masked else row_T, out=slot_TX)
-            if schedule.num_masked:
-                slot_TX.masked_fill_((row_T < 0).unsqueeze(1), 0)
-            yield slot_TX
+            if not schedule.num_masked:
+                yield torch.index_select(rows_PX, 0, row_T)
+            elif schedule.num_rows:
+                slot_TX = torch.index_select(rows_PX, 0, row_T.clamp(min=0))
+                yield slot_TX.masked_fill_((row_T < 0).unsqueeze(1), 0)
+            else:
+                yield rows_PX.new_zeros(row_T.shape[0], rows_PX.shape[1])

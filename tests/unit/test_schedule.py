@@ -58,7 +58,7 @@ def test_example_of_the_docstring() -> None:
     assert plan.expert_start_E.tolist() == [0, 16] and plan.num_rows == 32
     assert plan.row_of_route_N.tolist() == [0, 16, 17, -1, 1, 18]
     assert plan.route_of_row_P[[0, 1, 16, 17, 18]].tolist() == [0, 4, 1, 2, 5]
-    assert plan.num_masked == 1 and [tuple(run) for run in plan.runs] == [(0, 0, 0, 2), (1, 0, 16, 3)]
+    assert plan.num_masked == 1 and plan.expert_sizes == plan.segment_sizes == (16, 16)
 
 
 def test_example_of_the_exchange() -> None:
