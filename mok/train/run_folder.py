@@ -252,10 +252,16 @@ class RunFolder:
             ) from None
 
     def append(self, file: Path, record: Mapping[str, Any]) -> None:
-        """Add one JSON object to a .jsonl file, as one write, NaN and infinity as null."""
+        """Add one JSON object to a .jsonl file, as one write, NaN and infinity as null. Raises RunError where that fails."""
         line = json.dumps(finite(record), allow_nan=False)
-        with file.open("a", encoding="utf-8") as stream:
-            stream.write(line + "\n")
+        try:
+            with file.open("a", encoding="utf-8") as stream:
+                stream.write(line + "\n")
+        except OSError as error:
+            raise RunError(
+                f"{file}: cannot be written ({os.strerror(error.errno or 0)}); make room or allow it, then go on from the last "
+                "checkpoint by --resume auto"
+            ) from None
 
 
 def finite(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,18 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 def timeless(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics without what depends on the clock and the process."""
     return [{name: value for name, value in line.items() if not name.startswith("perf/")} for line in metrics]
+
+
+class At:
+    """An observer that does something when a step begins."""
+
+    def __init__(self, step: int, action: Callable[[], object]) -> None:
+        self.step, self.action = step, action
+
+    def begin(self, step: int) -> None:
+        if step == self.step:
+            self.action()
+
+    def call(self, *_: object) -> None: ...
+
+    losses = reduced = updated = call

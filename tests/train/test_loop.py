@@ -13,22 +13,7 @@ import torch
 
 from mok import checkpoint
 from mok.errors import CheckpointError, DataError, Interrupted, NonFiniteError, RunError, UsageError
-from tests.train.runs import make_run, metrics_of, timeless, train
-
-
-class At:
-    """An observer that does something when a step begins."""
-
-    def __init__(self, step: int, action) -> None:
-        self.step, self.action = step, action
-
-    def begin(self, step: int) -> None:
-        if step == self.step:
-            self.action()
-
-    def call(self, *_: object) -> None: ...
-
-    losses = reduced = updated = call
+from tests.train.runs import At, make_run, metrics_of, timeless, train
 
 
 def test_lines_metrics_and_files_of_a_run(tmp_path: Path) -> None:
