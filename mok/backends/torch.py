@@ -356,7 +356,7 @@ def _add_weight_grads(
             for whole in (d_gate_up_PJ, x_PH, dy_PH, hidden_PI)
         )
     is_first = [not grads.started[lane] and lane not in lanes[:segment] for segment, lane in enumerate(lanes)]
-    joined = _joined(grads.gate, grads.up)
+    joined = None if _missing(grads.gate.shape[-2]) else _joined(grads.gate, grads.up)
     gate_up = (grads.gate, grads.up) if joined is None else (joined,)
     for targets, a_PA, b_PB in ((gate_up, d_gate_up_PJ, x_PH), ((grads.down,), dy_PH, hidden_PI)):
         a_parts, b_parts = iter(a_PA.t().split(sizes, 1)), iter(b_PB.split(sizes))

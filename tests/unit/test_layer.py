@@ -46,12 +46,13 @@ def test_layer_runs_and_every_parameter_gets_a_gradient() -> None:
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
 
+@pytest.mark.parametrize("width", [48, 37])
 @pytest.mark.parametrize("shared", [{}, {"num_shared_experts": 2, "shared_gate": True}])
-def test_layer_in_fp32_against_float64(shared: dict[str, Any]) -> None:
+def test_layer_in_fp32_against_float64(shared: dict[str, Any], width: int) -> None:
     """Through the router too: every gradient of the torch backend in fp32 against the reference in float64."""
     torch.manual_seed(1)
-    layer = mok.MoE(32, 48, 8, 2, backend="torch", **shared)
-    exact = mok.MoE(32, 48, 8, 2, backend="reference", dtype=torch.float64, **shared)
+    layer = mok.MoE(32, width, 8, 2, backend="torch", **shared)
+    exact = mok.MoE(32, width, 8, 2, backend="reference", dtype=torch.float64, **shared)
     exact.load_state_dict({name: value.double() for name, value in layer.state_dict().items()})
     x = torch.randn(40, 32)
     grid = CallGrid(4, 2, (0, 0))
