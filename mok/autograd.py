@@ -40,7 +40,9 @@ class Plan:
         cls, backend: str, shape: LayerShape, expert_ids_TK: Tensor, options: Options, grid: CallGrid, dtype: torch.dtype
     ) -> Plan:
         """Choose the backend and plan the call. Raises UsageError where either cannot be; warns of a notice on the choice."""
-        module, notice = choose(backend, shape, dtype, expert_ids_TK.device, options.quantization)
+        module, notice = choose(
+            backend, shape, dtype, expert_ids_TK.device, options.quantization, tokens=expert_ids_TK.shape[0]
+        )
         if notice:
             warnings.warn(notice, stacklevel=4)
         if hasattr(module, "build_schedule"):  # on the device, for kernels that read it there

@@ -6,6 +6,7 @@ import click
 
 from mok.errors import UsageError
 from mok_cli.bench_layer import layer
+from mok_cli.bench_tune import tune
 from mok_cli.output import Output, examples, json_option
 
 __all__ = ["bench"]
@@ -102,3 +103,4 @@ def train(
 
 
 bench.add_command(layer)
+bench.add_command(tune)

@@ -15,7 +15,7 @@ from mok_cli.output import Output, examples, json_option
 if TYPE_CHECKING:
     from mok.bench.layer import LayerRow
 
-__all__ = ["layer"]
+__all__ = ["layer", "problems_of"]
 
 SLOWER = 1.1
 """Times an old median that a new one may be before `--compare` calls it a regression; equal runs differ by up to 5 %."""
@@ -63,7 +63,7 @@ def layer(
 
     from mok.bench.layer import bench_layer
 
-    problems = _problems(shape, tokens)
+    problems = problems_of(shape, tokens)
     place = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
     if place.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device; use --device cpu")
@@ -100,7 +100,7 @@ def layer(
         _compare(rows, json.loads(Path(compare).read_text(encoding="utf-8"))["rows"], output)
 
 
-def _problems(names: str, tokens: int | None) -> dict[str, tuple[Any, int]]:
+def problems_of(names: str, tokens: int | None) -> dict[str, tuple[Any, int]]:
     """Layers to time: name -> (shape, tokens)."""
     from mok.bench.layer import TABLE
     from mok.shapes import LAYER_SHAPES

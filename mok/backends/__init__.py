@@ -6,7 +6,7 @@ of `mok.backends.interface`, imported when it is chosen.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -35,21 +35,33 @@ AUTO = ("mega", "staged", "torch")
 
 
 def choose(
-    name: str, shape: LayerShape, dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None
+    name: str,
+    shape: LayerShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None = None,
+    tokens: int | None = None,
 ) -> tuple[ModuleType, str | None]:
     """The module of backend `name` for a layer with operands rounded as `quantization` says, and a notice worth showing once,
     or None.
 
-    `auto` takes the first of `AUTO` that can run, and the notice says why better ones cannot. Raises UsageError for an unknown
-    name, and where a named backend, or all of `auto`, cannot run, with every reason.
+    `auto` takes the first of `AUTO` that can run, and the notice says why better ones cannot; where mega and staged both can,
+    the one that was faster in the measured table's row nearest to the shape and `tokens` (`mok.launch.tables.nearest_row`).
+    Raises UsageError for an unknown name, and where a named backend, or all of `auto`, cannot run, with every reason.
     """
     # A layer asks on every call. The precision of matmul is a setting of the process that a backend may refuse.
-    return _choice(name, shape, dtype, device, quantization, get_float32_matmul_precision())
+    return _choice(name, shape, dtype, device, quantization, tokens if name == "auto" else None, get_float32_matmul_precision())
 
 
-@cache
+@lru_cache(1024)
 def _choice(
-    name: str, shape: LayerShape, dtype: torch.dtype, device: torch.device, quantization: Quantization | None, precision: str
+    name: str,
+    shape: LayerShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None,
+    tokens: int | None,
+    precision: str,
 ) -> tuple[ModuleType, str | None]:
     if name != "auto":
         if name not in BACKENDS:
@@ -63,9 +75,19 @@ def _choice(
     for candidate in AUTO:
         backend = import_module(BACKENDS[candidate])
         reasons = backend.why_not(shape, dtype, device, quantization)
+        if candidate == "mega" and not reasons and _staged_was_faster(shape, device, tokens):
+            continue
         if not reasons:
             # On a CPU nothing better is to be had, so there is nothing to say.
             notice = f"moe.backend = auto takes {candidate}: {' | '.join(refused)}"
             return backend, notice if refused and device.type == "cuda" else None
         refused.append(f"{candidate} cannot run ({'; '.join(reasons)})")
     raise UsageError(f"moe.backend = auto: {' | '.join(refused)}")
+
+
+def _staged_was_faster(shape: LayerShape, device: torch.device, tokens: int | None) -> bool:
+    from mok.launch.config import device_facts
+    from mok.launch.tables import nearest_row, table_of
+
+    facts = device_facts(device)
+    return facts is not None and nearest_row(table_of(facts.name), shape, tokens).staged_is_faster

@@ -89,7 +89,7 @@ def build_schedule(expert_ids_TK: Tensor, shape: LayerShape, grid: CallGrid, opt
     from mok.launch.mega import row_box
     from mok.launch.plan import plan_on_device
 
-    config = options.kernel or _config(shape, expert_ids_TK.device)
+    config = options.kernel or _config(shape, expert_ids_TK.device, expert_ids_TK.shape[0])
     hidden_size, units = shape.hidden_size, row_box(shape.hidden_size).units_per_block
     orders = config.forward_order, config.backward_order
     plan = plan_on_device(
@@ -223,11 +223,12 @@ def _no_tokens(saved: Saved, gradients: Gradients | None) -> InputGrads:
     return InputGrads(torch.empty_like(saved.x_TH), torch.empty_like(saved.weights_TK), dscale_T, shared)
 
 
-def _config(shape: LayerShape, device: torch.device) -> KernelConfig:
-    from mok.launch.config import KernelConfig, choose_config, device_facts
+def _config(shape: LayerShape, device: torch.device, tokens: int | None = None) -> KernelConfig:
+    from mok.launch.config import KernelConfig, device_facts
+    from mok.launch.tables import choose_config
 
     facts = device_facts(device)
-    return choose_config(shape, facts) if facts else KernelConfig()
+    return choose_config(shape, facts, tokens) if facts else KernelConfig()
 
 
 def _copyable(weight: Tensor) -> Tensor:

@@ -155,19 +155,19 @@ def bench_layer(
     """
     makers = {"mok": peers.mok_with(backend)} | {name: peers.find(name) for name in against}
     rows: list[LayerRow] = []
-    clock = _Clock(device, calls, warmup)
+    clock = Clock(device, calls, warmup)
     dense: dict[str, list[float]] = {}
     for name, (shape, tokens) in problems.items():
         problem = make_problem(name, shape, tokens, routing, device, dtype)
         contestants = {who: make(problem) for who, make in makers.items()}
-        errors = _check(problem, contestants) if check else {}
+        errors = check_results(problem, contestants) if check else {}
         before = _dense_tflops(clock)
         found: list[LayerRow] = []
         for who, contestant in contestants.items():
             repeatable = _repeats(contestant, problem)
             saved, peak = _memory(contestant, problem)
             for direction in ("forward", "forward+backward"):
-                times = clock.burst(_call(contestant, problem, direction))
+                times = clock.burst(call_of(contestant, problem, direction))
                 median = statistics.median(times)
                 quartiles = statistics.quantiles(times, n=4)
                 flops = problem.flops(direction)
@@ -179,7 +179,7 @@ def bench_layer(
                     routing=routing,
                     median_ms=median,
                     spread_ms=quartiles[2] - quartiles[0],
-                    sustained_ms=clock.sustained(_call(contestant, problem, direction), sustain_s) if sustain_s else None,
+                    sustained_ms=clock.sustained(call_of(contestant, problem, direction), sustain_s) if sustain_s else None,
                     tflops=flops / median / 1e9,
                     fraction_of_dense=flops / median / 1e9 / before,
                     tokens_per_s=tokens / median * 1e3,
@@ -199,7 +199,7 @@ def bench_layer(
     return LayerReport(rows, _environment(device, dtype) | {"dense_tflops": dense})
 
 
-def _call(contestant: peers.Contestant, problem: Problem, direction: str) -> Callable[[int], None]:
+def call_of(contestant: peers.Contestant, problem: Problem, direction: str) -> Callable[[int], None]:
     """Call number i with the inputs whose turn it is."""
 
     def forward(i: int) -> None:
@@ -213,11 +213,11 @@ def _call(contestant: peers.Contestant, problem: Problem, direction: str) -> Cal
     return forward if direction == "forward" else both
 
 
-class _Clock:
+class Clock:
     """Times calls on one device: events on a GPU, the host's clock on a CPU. Warm-up stays out of the figures."""
 
-    def __init__(self, device: torch.device, calls: int, warmup: int) -> None:
-        self.device, self.calls, self.warmup = device, calls, warmup
+    def __init__(self, device: torch.device, calls: int, warmup: int, rest_s: float = 0.5) -> None:
+        self.device, self.calls, self.warmup, self.rest_s = device, calls, warmup, rest_s
 
     def burst(self, call: Callable[[int], object]) -> list[float]:
         """ms of each of `calls` calls after `warmup` others, from a card that has rested."""
@@ -231,7 +231,7 @@ class _Clock:
                 times.append((time.perf_counter() - began) * 1e3)
             return times
         torch.cuda.synchronize(self.device)
-        time.sleep(0.5)
+        time.sleep(self.rest_s)
         for i in range(self.warmup):
             call(i)
         torch.cuda.synchronize(self.device)
@@ -265,7 +265,7 @@ class _Clock:
             torch.cuda.synchronize(self.device)
 
 
-def _dense_tflops(clock: _Clock) -> float:
+def _dense_tflops(clock: Clock) -> float:
     """A square matrix product of 8192 (1024 on a CPU) timed like the layer."""
     size = 8192 if clock.device.type == "cuda" else 1024
     dtype = torch.bfloat16 if clock.device.type == "cuda" else torch.float32
@@ -273,7 +273,7 @@ def _dense_tflops(clock: _Clock) -> float:
     return 2 * size**3 / statistics.median(clock.burst(lambda i: torch.mm(a, b))) / 1e9
 
 
-def _check(problem: Problem, contestants: dict[str, peers.Contestant]) -> dict[str, float]:
+def check_results(problem: Problem, contestants: dict[str, peers.Contestant]) -> dict[str, float]:
     """The largest relative error of output and gradients of each, on the timed sizes; CheckFailed if one exceeds its bar."""
     inputs = problem.sets[0]
     exact = _loop(problem, inputs, torch.float64)

@@ -14,8 +14,9 @@ from mok.bench.layer import make_problem
 from mok.errors import UsageError
 from mok.kernels import tasks
 from mok.launch import mega
-from mok.launch.config import choose_config, device_facts, why_not
+from mok.launch.config import device_facts, why_not
 from mok.launch.plan import plan_on_device
+from mok.launch.tables import choose_config
 from mok.shapes import LayerShape
 
 __all__ = ["trace_layer"]

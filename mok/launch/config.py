@@ -1,26 +1,20 @@
 """Which settings the megakernel runs with, and why it cannot run: pure functions of shape and device.
 
-Owns the knobs (none of which changes a bit of any result), the requirements, and the choice of knobs from the measured tables
-in `mok/launch/tables/`. Looks at no tensor and asks no driver: the device is described by `DeviceFacts`.
-Read next: `mok/launch/mega.py`.
+Owns the knobs (none of which changes a bit of any result) and the requirements. Looks at no tensor and asks no driver: the
+device is described by `DeviceFacts`. Read next: `mok/launch/tables.py`, which chooses the knobs, and `mok/launch/mega.py`.
 """
 
 from __future__ import annotations
 
-import tomllib
-from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 
 from mok.launch.plan import TaskOrder
 from mok.shapes import LayerShape
 
-__all__ = ["DeviceFacts", "KernelConfig", "choose_config", "device_facts", "why_not"]
+__all__ = ["DeviceFacts", "KernelConfig", "bad_settings", "device_facts", "why_not"]
 
-TABLES = Path(__file__).parent / "tables"
 TILE_BYTES = {"stage": (128 + 256) * 64 * 2, "piece": 64 * 64 * 2, "slot": 4096 * 2}
 SHARED_OVERHEAD_BYTES = 1024
 """Barriers of the rings and what the compiler passes between roles, rounded up; the compiled kernels use 640 to 712."""
@@ -74,6 +68,18 @@ def device_facts(device: torch.device) -> DeviceFacts | None:
     )
 
 
+def bad_settings(config: KernelConfig) -> list[str]:
+    """What no device could run with."""
+    orders = (("forward", config.forward_order), ("backward", config.backward_order))
+    least = [("stages", config.stages, 2), ("pieces", config.pieces, 3), ("programs", config.programs, 0)]
+    for name, order in orders:
+        least += [(f"{name} group_size", order.group_size, 1), (f"{name} groups_per_phase", order.groups_per_phase, 0)]
+    found = [f"{name} = {value}: must be at least {low}" for name, value, low in least if value < low]
+    if not 0 <= config.mover_share <= 1:
+        found.append(f"mover_share = {config.mover_share}: must be from 0 to 1")
+    return found
+
+
 def why_not(config: KernelConfig, shape: LayerShape, device: DeviceFacts | None) -> list[str]:
     """Why the megakernel cannot run with `config` on `device`, each reason with its remedy; empty if it can."""
     reasons = []
@@ -92,11 +98,7 @@ def why_not(config: KernelConfig, shape: LayerShape, device: DeviceFacts | None)
             f"{config.programs} programs must run at once and {device.name} has {device.multiprocessors} multiprocessors: "
             "use 0 for as many as fit"
         )
-    for name, value, least in (("stages", config.stages, 2), ("pieces", config.pieces, 3)):
-        if value < least:
-            reasons.append(f"{name} = {value}: must be at least {least}")
-    if not 0 <= config.mover_share <= 1:
-        reasons.append(f"mover_share = {config.mover_share}: must be from 0 to 1")
+    reasons += bad_settings(config)
     for name in ("hidden_size", "intermediate_size", "shared_size"):
         value = getattr(shape, name)
         if value % 16:
@@ -106,36 +108,3 @@ def why_not(config: KernelConfig, shape: LayerShape, device: DeviceFacts | None)
     if shape.ranks > 1:
         reasons.append(f"expert parallelism over {shape.ranks} ranks is not built into it: use moe.backend = torch")
     return reasons
-
-
-def choose_config(shape: LayerShape, device: DeviceFacts) -> KernelConfig:
-    """The measured settings of the table row nearest to `shape`, with as many stages and pieces as fit on `device`.
-
-    Nearest by the logarithms of H and I, then by experts: settings trade cache traffic of tiles of these sides.
-    """
-    rows = _rows(_table_of(device))
-    best = min(rows, key=lambda row: (_distance(shape, row["hidden_size"], row["intermediate_size"]), row["name"]))
-    config = KernelConfig(TaskOrder(**best["forward"]), TaskOrder(**best["backward"]), best["mover_share"])
-    while config.shared_bytes > device.shared_bytes and config.pieces > 3:
-        config = replace(config, pieces=config.pieces - 1)
-    while config.shared_bytes > device.shared_bytes and config.stages > 2:
-        config = replace(config, stages=config.stages - 1)
-    return config
-
-
-def _distance(shape: LayerShape, hidden_size: int, intermediate_size: int) -> float:
-    """How many times H and I differ, together: a ratio of 2 either way counts alike."""
-    ratio_h = max(shape.hidden_size, hidden_size) / min(shape.hidden_size, hidden_size)
-    ratio_i = max(shape.intermediate_size, intermediate_size) / min(shape.intermediate_size, intermediate_size)
-    return ratio_h * ratio_i
-
-
-def _table_of(device: DeviceFacts) -> str:
-    """The table measured on this model of card, else the one of its generation."""
-    named = device.name.lower().replace("nvidia ", "").split()[0] if device.name else ""
-    return named if (TABLES / f"{named}.toml").exists() else "h200"
-
-
-@cache
-def _rows(table: str) -> list[dict[str, Any]]:
-    return tomllib.loads((TABLES / f"{table}.toml").read_text())["shape"]

@@ -39,5 +39,7 @@ class Batches:
 
 
 def send(values: Tensor, device: torch.device) -> Tensor:
-    """CPU values on `device`, for whose arrival nobody waits."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
+    """CPU values on `device`, for whose arrival nobody waits; values that are there already as they are."""
+    if device.type == "cpu" or values.is_cuda:
+        return values
+    return values.pin_memory().to(device, non_blocking=True)

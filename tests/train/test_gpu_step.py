@@ -19,6 +19,7 @@ from mok.train.batches import Batches
 from mok.train.ranks import OneRank
 from mok.train.state import TrainState
 from mok.train.step import StepReport, begin_step, finish_step, queue_step, train_step
+from tests.gpu import no_waiting
 from tests.train.runs import RECIPE, arguments
 
 pytestmark = pytest.mark.gpu
@@ -61,15 +62,12 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_nobody_waits_for_the_device_in_a_step(tmp_path: Path, backend: str) -> None:
     state, batches = fresh(tmp_path, backend)
     train_step(state, batches)  # compiles, and takes memory
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         inputs = begin_step(state, batches)
         assert inputs is not None
         results = queue_step(state, inputs)
         with pytest.raises(RuntimeError, match="synchroniz"):
             results.cpu()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert finish_step(state, inputs, results).loss > 0 and state.step == 2
 
 

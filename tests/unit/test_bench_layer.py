@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mok.bench.layer import Problem, _check, bench_layer, make_problem
+from mok.bench.layer import Problem, bench_layer, check_results, make_problem
 from mok.bench.peers.layer import Mok
 from mok.errors import CheckFailed
 from mok.shapes import LayerShape
@@ -63,12 +63,12 @@ def test_a_wrong_result_is_found_at_any_scale(problem: Problem, fault: str, scal
             return super().forward(x_TH, ids_TK, weights_TK)
 
     contestant = Faulty(problem, "torch")
-    _check(problem, {"mok": Mok(problem, "torch")})
+    check_results(problem, {"mok": Mok(problem, "torch")})
     if fault.startswith("swapped"):
         gate, up, down = contestant._weights
         contestant._weights = [up, gate, down]
     with pytest.raises(CheckFailed, match="from float64, allowed"):
-        _check(problem, {"mok": contestant})
+        check_results(problem, {"mok": contestant})
 
 
 @pytest.mark.parametrize("routing", ["balanced", "skewed", "one-hot"])

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from mok.backends.interface import Options
 from mok.errors import UsageError
-from mok.layer import moe
+from mok.grid import CallGrid
+from mok.layer import moe_layer
 
 __all__ = ["PEERS", "Contestant", "find", "mok_with"]
 
@@ -32,11 +34,12 @@ class Contestant(Protocol):
 
 
 class Mok:
-    """Ours. Expert gradients are written to fp32, as the first call of a training step does."""
+    """Ours. Expert gradients are written to fp32, as the first call of a training step does. kernel, recompute: see
+    `mok.backends.interface.Options`."""
 
-    def __init__(self, problem: Any, backend: str) -> None:
+    def __init__(self, problem: Any, backend: str, kernel: Any = None, recompute: str = "none") -> None:
         self.name = f"mok {backend}"
-        self._backend = backend
+        self._backend, self._options = backend, Options(recompute=recompute, kernel=kernel)
         self._weights = [weight.detach().requires_grad_() for weight in (problem.gate_EIH, problem.up_EIH, problem.down_EHI)]
         for weight in self._weights:
             weight.lane_grads = torch.empty((1, *weight.shape), dtype=torch.float32, device=weight.device)
@@ -46,7 +49,9 @@ class Mok:
         x, weights = self._inputs
         for weight in self._weights:
             weight.lanes_started = [False]
-        return moe(x, ids_TK, weights, *self._weights, backend=self._backend)
+        arguments = (x, ids_TK, weights, tuple(self._weights))
+        y_TH, _ = moe_layer(*arguments, options=self._options, backend=self._backend, grid=CallGrid())
+        return y_TH
 
     def backward(self, y_TH: Tensor, dy_TH: Tensor) -> dict[str, Tensor]:
         dx, dweights = torch.autograd.grad(y_TH, self._inputs, dy_TH)
