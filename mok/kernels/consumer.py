@@ -296,4 +296,4 @@ def consume(
                 accumulator, ring_at = multiply(ring, ring_at, accumulator, steps, True, True, WG)
                 at = finish_gradient(accumulator, pieces, at)
     if not BACKWARD:  # there the movers have the time of all DW tiles for it
-        combine_rest(job, moves, rows, token_order, total_target, WG)
+        combine_rest(job, moves, rows, token_order, total_target, WG, 2, 4)

@@ -1,4 +1,4 @@
-"""The Hopper megakernel in Gluon: one persistent launch runs every tile of an expert layer's forward, or of its backward.
+"""The megakernel in Gluon: one persistent launch runs every tile of an expert layer's forward, or of its backward.
 
 A program (one per SM) is twelve warps in six roles that meet only in shared memory:
 
@@ -9,10 +9,11 @@ A program (one per SM) is twelve warps in six roles that meet only in shared mem
 | store x 2 | 1 + 1 | one per consumer: sends finished pieces to memory, then signals the task's counters |
 | move | 1 | dispatch: copies token rows into expert order; then combine: sums the rows of a token in slot order |
 
-Every role walks the same task list (`mok.kernels.tasks`) with its own position in the rings, so a role may be several tiles
-ahead of another. Forward and backward share the roles and the loops; a task's kind picks the tile body. Nothing here knows of
-torch or of how a table is made; `mok.launch.mega` launches it. Waiting is bounded: a counter that does not come sets the status
-word and the walk goes on, so that a fault ends in an error and not in a hang.
+That is Hopper; with TENSOR_MEMORY, for Blackwell, the roles of `mok/kernels/tensor_memory.py` take the place of consume and
+store. Every role walks the same task list (`mok.kernels.tasks`) with its own position in the rings, so a role may be several
+tiles ahead of another. Forward and backward share the roles and the loops; a task's kind picks the tile body. Nothing here
+knows of torch or of how a table is made; `mok.launch.mega` launches it. Waiting is bounded: a counter that does not come sets
+the status word and the walk goes on, so that a fault ends in an error and not in a hang.
 """
 
 # Annotations are evaluated here: device-side records check their fields against them.
@@ -35,6 +36,7 @@ from mok.kernels.tasks import (
     TILE_M,
     TILE_N,
 )
+from mok.kernels.tensor_memory import finish, make_accumulators, multiply, send
 
 
 @record
@@ -94,8 +96,8 @@ def make_ring(SIZE: gl.constexpr, B_BY_ROWS: gl.constexpr):
 
 
 @gluon.jit
-def make_pieces(SIZE: gl.constexpr):
-    data = gl.allocate_shared_memory(gl.bfloat16, [SIZE, HALF_M, PIECE_N], TILE)
+def make_pieces(SIZE: gl.constexpr, ROWS: gl.constexpr):
+    data = gl.allocate_shared_memory(gl.bfloat16, [SIZE, ROWS, PIECE_N], TILE)
     full = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SIZE, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SIZE):
@@ -148,6 +150,7 @@ def mega_forward(
     TRACED: gl.constexpr,
     STAGES: gl.constexpr,
     PIECES: gl.constexpr,
+    TENSOR_MEMORY: gl.constexpr,
 ):
     """out[t] = sum over k of w[t, k] * (silu(x[t] gate_e^T) * (x[t] up_e^T)) down_e^T, e the expert of route (t, k).
 
@@ -161,8 +164,12 @@ def mega_forward(
     Example: T = 2, K = 1, both tokens to expert 1 of 2: x_rows[0:2] are the tokens, x_rows[2:64] are zeros, one half tile each.
     """
     ring = make_ring(STAGES, False)
-    pieces_0 = make_pieces(PIECES)
-    pieces_1 = make_pieces(PIECES)
+    if TENSOR_MEMORY:
+        pieces = make_pieces(PIECES, TILE_M)
+        accumulators = make_accumulators()
+    else:
+        pieces_0 = make_pieces(PIECES, HALF_M)
+        pieces_1 = make_pieces(PIECES, HALF_M)
     slots, slots_full = make_slots(PART)
     fence_async_shared()
     num_rows = gl.load(tables.sizes + SIZE_ROWS)
@@ -178,18 +185,37 @@ def mega_forward(
     loads = ForwardLoads(x_rows, gate, up, h_rows, down)
     stores = ForwardStores(h_pieces, gate_pieces, up_pieces, y_pieces, KEEP)
     order = tables.combine_token
-    gl.warp_specialize(
-        [
-            (consume, (job, ring, pieces_0, moves, y_rows, order, total_target, y_rows, 0, 1, KEEP, CLAMP, False, LAST, 0)),
-            (consume, (job, ring, pieces_1, moves, y_rows, order, total_target, y_rows, 0, 1, KEEP, CLAMP, False, LAST, 1)),
-            (produce, (job, loads, ring, 0, False, LAST)),
-            (move_forward, (job, x, x_rows_boxes, y_rows_boxes, moves, groups, total_target)),
-            (store, (job, stores, pieces_0, 0, False, LAST, 0)),
-            (store, (job, stores, pieces_1, 0, False, LAST, 1)),
-        ],
-        [4, 1, 1, 1, 1],
-        [232, 40, 40, 40, 40],
-    )
+    if TENSOR_MEMORY:
+        gl.warp_specialize(
+            [
+                (
+                    finish,
+                    (
+                        job, ring, accumulators, pieces, moves, y_rows, order, total_target, y_rows, 0, 1, KEEP, CLAMP, False,
+                        LAST,
+                    ),
+                ),
+                (multiply, (job, ring, accumulators, 0, False, LAST)),
+                (produce, (job, loads, ring, 0, False, LAST)),
+                (move_forward, (job, x, x_rows_boxes, y_rows_boxes, moves, groups, total_target)),
+                (send, (job, stores, pieces, 0, False, LAST)),
+            ],
+            [1, 1, 1, 1],
+            [40, 40, 40, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (job, ring, pieces_0, moves, y_rows, order, total_target, y_rows, 0, 1, KEEP, CLAMP, False, LAST, 0)),
+                (consume, (job, ring, pieces_1, moves, y_rows, order, total_target, y_rows, 0, 1, KEEP, CLAMP, False, LAST, 1)),
+                (produce, (job, loads, ring, 0, False, LAST)),
+                (move_forward, (job, x, x_rows_boxes, y_rows_boxes, moves, groups, total_target)),
+                (store, (job, stores, pieces_0, 0, False, LAST, 0)),
+                (store, (job, stores, pieces_1, 0, False, LAST, 1)),
+            ],
+            [4, 1, 1, 1, 1],
+            [232, 40, 40, 40, 40],
+        )
 
 
 @gluon.jit(do_not_specialize=RUNTIME_SIZES)
@@ -236,6 +262,7 @@ def mega_backward(
     TRACED: gl.constexpr,
     STAGES: gl.constexpr,
     PIECES: gl.constexpr,
+    TENSOR_MEMORY: gl.constexpr,
 ):
     """dx, the fp32 main gradients of gate, up and down, and the partial sums of the router weights' gradient.
 
@@ -248,8 +275,12 @@ def mega_backward(
     Example: an expert without rows has DW tasks of 0 steps: zeros are stored if `started` is 0, else nothing is touched.
     """
     ring = make_ring(STAGES, True)
-    pieces_0 = make_pieces(PIECES)
-    pieces_1 = make_pieces(PIECES)
+    if TENSOR_MEMORY:
+        pieces = make_pieces(PIECES, TILE_M)
+        accumulators = make_accumulators()
+    else:
+        pieces_0 = make_pieces(PIECES, HALF_M)
+        pieces_1 = make_pieces(PIECES, HALF_M)
     slots, slots_full = make_slots(PART)
     fence_async_shared()
     num_rows = gl.load(tables.sizes + SIZE_ROWS)
@@ -274,21 +305,52 @@ def mega_backward(
     )
     stores = BackwardStores(wh_pieces, dgate_pieces, dup_pieces, dx_pieces, gradients)
     order = tables.combine_token
-    gl.warp_specialize(
-        [
-            (consume, (job, ring, pieces_0, moves, dx_rows, order, 0, partial, started, BLOCKS, True, CLAMP, True, LAST, 0)),
-            (consume, (job, ring, pieces_1, moves, dx_rows, order, 0, partial, started, BLOCKS, True, CLAMP, True, LAST, 1)),
-            (produce, (job, loads, ring, started, True, LAST)),
-            (
-                move_backward,
+    if TENSOR_MEMORY:
+        gl.warp_specialize(
+            [
                 (
-                    job, dy, dy_rows_boxes, x, x_rows_boxes, dx_rows_boxes, moves, groups, tables.expert_of_block, x_counter,
-                    total_target,
+                    finish,
+                    (
+                        job, ring, accumulators, pieces, moves, dx_rows, order, 0, partial, started, BLOCKS, True, CLAMP, True,
+                        LAST,
+                    ),
                 ),
-            ),
-            (store, (job, stores, pieces_0, started, True, LAST, 0)),
-            (store, (job, stores, pieces_1, started, True, LAST, 1)),
-        ],
-        [4, 1, 1, 1, 1],
-        [232, 40, 40, 40, 40],
-    )  # fmt: skip
+                (multiply, (job, ring, accumulators, started, True, LAST)),
+                (produce, (job, loads, ring, started, True, LAST)),
+                (
+                    move_backward,
+                    (
+                        job, dy, dy_rows_boxes, x, x_rows_boxes, dx_rows_boxes, moves, groups, tables.expert_of_block,
+                        x_counter, total_target,
+                    ),
+                ),
+                (send, (job, stores, pieces, started, True, LAST)),
+            ],
+            [1, 1, 1, 1],
+            [40, 40, 40, 40],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    consume,
+                    (job, ring, pieces_0, moves, dx_rows, order, 0, partial, started, BLOCKS, True, CLAMP, True, LAST, 0),
+                ),
+                (
+                    consume,
+                    (job, ring, pieces_1, moves, dx_rows, order, 0, partial, started, BLOCKS, True, CLAMP, True, LAST, 1),
+                ),
+                (produce, (job, loads, ring, started, True, LAST)),
+                (
+                    move_backward,
+                    (
+                        job, dy, dy_rows_boxes, x, x_rows_boxes, dx_rows_boxes, moves, groups, tables.expert_of_block,
+                        x_counter, total_target,
+                    ),
+                ),
+                (store, (job, stores, pieces_0, started, True, LAST, 0)),
+                (store, (job, stores, pieces_1, started, True, LAST, 1)),
+            ],
+            [4, 1, 1, 1, 1],
+            [232, 40, 40, 40, 40],
+        )  # fmt: skip

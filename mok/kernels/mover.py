@@ -211,16 +211,18 @@ def route_weight(moves, token, slot):
 
 
 @gluon.jit
-def combine_rest(job, moves, rows, token_order, total_target, WG: gl.constexpr):
-    """The tokens that the movers leave, by the eight consumer warps when their tiles are done. The same sums as `combine`."""
-    COLUMNS: gl.constexpr = 1024
+def combine_rest(
+    job, moves, rows, token_order, total_target, PARTITION: gl.constexpr, PARTITIONS: gl.constexpr, WARPS: gl.constexpr
+):
+    """The tokens that the movers leave, by the partitions of WARPS warps whose tiles are done. The same sums as `combine`."""
+    COLUMNS: gl.constexpr = 256 * WARPS
     H: gl.constexpr = moves.parts * moves.part
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    layout: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
     columns = gl.arange(0, COLUMNS, layout)
-    begin = moves.mover_tokens + gl.program_id(0) * 2 + WG
+    begin = moves.mover_tokens + gl.program_id(0) * PARTITIONS + PARTITION
     if begin < moves.num_tokens:
         wait_for(job.counters, total_target, job.status, True)
-    for index in range(begin, moves.num_tokens, gl.num_programs(0) * 2):
+    for index in range(begin, moves.num_tokens, gl.num_programs(0) * PARTITIONS):
         token = gl.load(token_order + index)
         for chunk in range((H + COLUMNS - 1) // COLUMNS):
             at = chunk * COLUMNS + columns

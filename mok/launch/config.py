@@ -29,6 +29,7 @@ class KernelConfig:
     stages: operand stages of 48 KiB in the ring.
     pieces: store pieces of 8 KiB of each consumer.
     programs: persistent programs; 0 for one per multiprocessor.
+    tensor_memory: the bodies for products that accumulate in tensor memory, as on compute capability 10.x; no choice elsewhere.
     """
 
     forward_order: TaskOrder = field(default_factory=TaskOrder)
@@ -37,6 +38,7 @@ class KernelConfig:
     stages: int = 3
     pieces: int = 4
     programs: int = 0
+    tensor_memory: bool = False
 
     @property
     def shared_bytes(self) -> int:

@@ -196,6 +196,7 @@ def _launch_forward(
         trace is not None,
         config.stages,
         config.pieces,
+        config.tensor_memory,
     )
     return gate_rows, up_rows
 
@@ -281,6 +282,7 @@ def backward(
         trace is not None,
         config.stages,
         config.pieces,
+        config.tensor_memory,
     )
     dweights_TK = torch.empty_like(weights_TK)
     routes = weights_TK.numel()
@@ -295,7 +297,13 @@ def _run(kernel: Any, config: KernelConfig, *arguments: Any) -> None:
     a product and a sum is switched off because rule 4 of docs/numerics.md rounds them apart.
     """
     programs = config.programs or torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    kernel[(programs,)](*arguments, num_warps=4, maxnreg=168, enable_fp_fusion=False, launch_cooperative_grid=True)
+    kernel[(programs,)](
+        *arguments,
+        num_warps=8 if config.tensor_memory else 4,
+        maxnreg=168,
+        enable_fp_fusion=False,
+        launch_cooperative_grid=True,
+    )
 
 
 def _tables(

@@ -31,6 +31,8 @@ NUM_SMS = {80: 108, 89: 142, 90: 132, 100: 148, 103: 152, 120: 170}
 INSTRUCTIONS = {
     "wgmma": r"wgmma\.mma_async",
     "tcgen05": r"tcgen05\.mma",
+    "tensor_memory_load": r"tcgen05\.ld",
+    "tensor_memory_store": r"tcgen05\.st",
     "mma": r"mma\.sync",
     "bulk_load": r"cp\.async\.bulk\.tensor\S*\.shared::\w+\.global",
     "bulk_store": r"cp\.async\.bulk\.tensor\S*\.global\.shared::cta",
@@ -157,7 +159,7 @@ def assembler_path(name: str) -> str:
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
 
 
-def reports(arch: int, module: str, timeout_s: float = 300.0) -> list[dict[str, Any]]:
+def reports(arch: int, module: str, timeout_s: float = 1200.0) -> list[dict[str, Any]]:
     """Compile `module`'s kernels for `arch` in a process of their own; raises AssertionError with its output if that fails."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(

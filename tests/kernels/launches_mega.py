@@ -1,4 +1,5 @@
-"""Both launches of the megakernel on small CPU tensors, in two variants: what `cross_compile` compiles."""
+"""Both launches of the megakernel on small CPU tensors, in two variants: what `cross_compile` compiles. Of the two Blackwell
+architectures one is spared the second variant."""
 
 from __future__ import annotations
 
@@ -11,8 +12,10 @@ from tests.kernels.cross_compile import NUM_SMS
 
 
 def launch_all(arch: int) -> None:
-    config = KernelConfig(programs=NUM_SMS[arch])
+    config = KernelConfig(programs=NUM_SMS[arch], tensor_memory=arch >= 100)
     launch_layer(config, tokens=300, hidden=2048, width=512, top_k=8)
+    if arch == 103:
+        return
     launch_layer(config, tokens=5, hidden=48, width=80, top_k=3, clamp=7.0)
 
 
