@@ -35,7 +35,7 @@ from mok.train.device import prepare_device
 from mok.train.memory import keep_freed_memory
 from mok.train.ranks import OneRank
 from mok.train.state import TrainState
-from mok.train.step import train_step
+from mok.train.step import StepGraph, can_record, train_step
 
 __all__ = ["Contestant", "GivenBatches", "Row", "TrainReport", "bench_train", "random_tokens"]
 
@@ -87,10 +87,13 @@ class _Mok:
         grid = Grid.of(recipe)
         self._state = TrainState(recipe, vocab_size, OneRank(Layout(grid)), device)
         self._batches = GivenBatches(grid)
+        self._graph: StepGraph | None = None
 
     def step(self, inputs_BS: Tensor, targets_BS: Tensor) -> tuple[float, float]:
         self._batches.inputs, self._batches.targets = inputs_BS, targets_BS
-        report = train_step(self._state, self._batches)
+        report = train_step(self._state, self._batches, graph=self._graph)
+        if self._graph is None and self._state.recipe.train.cuda_graph and can_record(self._state):
+            self._graph = StepGraph()  # as a run does after its first step
         return report.loss, report.grad_norm
 
     def tensors(self) -> dict[str, Tensor]:

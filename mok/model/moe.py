@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mok.backends.interface import Options
+from mok.backends import choose
+from mok.backends.interface import LayerShape, Options
 from mok.backends.quantization import WeightCache
 from mok.errors import UsageError
 from mok.grid import CallGrid
@@ -119,6 +120,16 @@ class MoE(nn.Module):
             raise_if_seen(x.device)
             tell_host(x.device)
         return y_TH.view(x.shape)
+
+    def plans_on_device(self, tokens: int) -> bool:
+        """Whether the backend of calls of so many tokens plans them on the device, so that nothing waits for the host."""
+        local, _, width, hidden = self.w_gate_up.shape
+        shared = 0 if self.w_shared_down is None else self.w_shared_down.shape[1]
+        ranks = self.grid.ranks
+        shape = LayerShape(hidden, width, local * ranks, self.router.routing.top_k, ranks, shared)
+        weight = self.w_gate_up
+        module, _ = choose(self.backend, shape, weight.dtype, weight.device, self.options.quantization, tokens)
+        return hasattr(module, "build_schedule")
 
     def cache_quantized_weights(self) -> None:
         """Keep rounded weights from call to call. Whoever changes weights must call `weights_changed` before the next one."""

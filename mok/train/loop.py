@@ -40,7 +40,7 @@ from mok.train.ranks import Ranks
 from mok.train.run_folder import Start, finite
 from mok.train.sampling import printable, sample_text
 from mok.train.state import TrainState
-from mok.train.step import Observer, StepReport, evaluate, train_step
+from mok.train.step import Observer, StepGraph, StepReport, can_record, evaluate, train_step
 
 __all__ = ["Run", "evaluate_bits", "peak_bytes", "train"]
 
@@ -84,6 +84,7 @@ class Run:
         if start.resumed is not None:
             self._resume(start, start.resumed)
         self.observer: Observer | None = self._trace()
+        self._graph: StepGraph | None = None
         # Nothing draws from the global generator (a trace would show it); what a user adds shall at least repeat.
         torch.manual_seed(recipe.seed)
         self._stop = ""
@@ -127,7 +128,7 @@ class Run:
     def _step(self) -> StepReport:
         state = self.state
         try:
-            report = train_step(state, self.batches, self.observer)
+            report = train_step(state, self.batches, self.observer, self._graph)
         except NonFiniteError as error:
             where = self._keep_batch()
             raise NonFiniteError(
@@ -135,6 +136,8 @@ class Run:
             ) from error
         if report.tokens == 0:
             self.say(f"warning: step {state.step} has no valid target and was skipped")
+        elif self._graph is None and self.recipe.train.cuda_graph and self.observer is None and can_record(state):
+            self._graph = StepGraph()
         return report
 
     def _after_step(self, report: StepReport, seconds: float) -> dict[str, Any]:

@@ -31,6 +31,7 @@ HARMLESS = (
     "checkpoint.",
     "train.threads",
     "train.recompute",
+    "train.cuda_graph",
     "moe.backend",
     "moe.transport",
     "moe.ep",

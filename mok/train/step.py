@@ -26,10 +26,12 @@ from mok.train.state import TrainState
 
 __all__ = [
     "Observer",
+    "StepGraph",
     "StepInputs",
     "StepReport",
     "StepResults",
     "begin_step",
+    "can_record",
     "evaluate",
     "finish_step",
     "queue_step",
@@ -114,14 +116,52 @@ class Observer(Protocol):
         """The optimizer is done."""
 
 
-def train_step(state: TrainState, batches: Batches, observer: Observer | None = None) -> StepReport:
-    """Make the next step. Raises NonFiniteError if loss, router or gradients are not finite, and RunError if a kernel gave up;
-    weights, moments and counters are then what they were."""
+class StepGraph:
+    """A step recorded once as a CUDA graph: `queue` does what `queue_step` does, without the host's part of it.
+
+    All that differs from step to step is in the tensors of `StepInputs`, which keep their place. Record after a step that was
+    queued the usual way: kernels are compiled by then.
+    """
+
+    def __init__(self) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: StepInputs
+        self._results: StepResults
+
+    def queue(self, state: TrainState, inputs: StepInputs) -> StepResults:
+        """Compute the step, recording it the first time; the results are overwritten by the next."""
+        if self._graph is None:
+            self._inputs, self._graph = inputs, torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._results = queue_step(state, inputs)
+        new = (inputs.numbers, *(values for call in inputs.calls for values in call))
+        old = (self._inputs.numbers, *(values for call in self._inputs.calls for values in call))
+        for place, values in zip(old, new, strict=True):
+            place.copy_(values)
+        self._graph.replay()
+        return self._results
+
+
+def can_record(state: TrainState) -> bool:
+    """Whether nothing in a step waits for the host: one rank on a GPU, experts planned on the device."""
+    if state.device.type != "cuda" or state.ranks.layout.world_size > 1:
+        return False
+    slices = len(state.calls[0].slices)
+    tokens = slices * state.ranks.layout.grid.slice_sequences * state.recipe.train.sequence_length
+    return all(layer.plans_on_device(tokens) for layer in state.model.moe_layers)
+
+
+def train_step(
+    state: TrainState, batches: Batches, observer: Observer | None = None, graph: StepGraph | None = None
+) -> StepReport:
+    """Make the next step, from `graph` if there is one. Raises NonFiniteError if loss, router or gradients are not finite, and
+    RunError if a kernel gave up; weights, moments and counters are then what they were."""
     inputs = begin_step(state, batches)
     if inputs is None:
         state.step, state.samples = state.step + 1, state.samples + state.recipe.train.batch_size
         return StepReport(0.0, None, None, 0.0, learning_rate(state.recipe.optim, state.step, state.recipe.train.steps), 0, ())
-    report = finish_step(state, inputs, queue_step(state, inputs, observer))
+    results = queue_step(state, inputs, observer) if graph is None else graph.queue(state, inputs)
+    report = finish_step(state, inputs, results)
     if observer is not None:
         observer.updated(state.tensors())
     return report

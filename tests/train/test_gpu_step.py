@@ -18,7 +18,7 @@ from mok.recipe import load
 from mok.train.batches import Batches
 from mok.train.ranks import OneRank
 from mok.train.state import TrainState
-from mok.train.step import StepReport, begin_step, finish_step, queue_step, train_step
+from mok.train.step import StepGraph, StepReport, begin_step, can_record, finish_step, queue_step, train_step
 from tests.gpu import no_waiting
 from tests.train.runs import RECIPE, arguments
 
@@ -79,21 +79,11 @@ def test_a_replayed_graph_of_a_step_has_the_bits_of_the_step(tmp_path: Path, bac
     eager, batches = fresh(tmp_path, backend, *overrides)
     expected = [train_step(eager, batches) for _ in range(4)]
     state, batches = fresh(tmp_path, backend, *overrides)
-    inputs = begin_step(state, batches)
-    assert inputs is not None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = queue_step(state, inputs)
+    assert can_record(state)
+    graph = StepGraph()
 
     def replay() -> StepReport:
-        new = begin_step(state, batches)
-        assert new is not None
-        for old_call, new_call in zip(inputs.calls, new.calls, strict=True):
-            for old, values in zip(old_call, new_call, strict=True):
-                old.copy_(values)
-        inputs.numbers.copy_(new.numbers)
-        graph.replay()
-        return finish_step(state, new, results)
+        return train_step(state, batches, graph=graph)
 
     assert [replay() for _ in range(4)] == expected
     assert state.state_sha256() == eager.state_sha256()
