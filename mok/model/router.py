@@ -335,11 +335,10 @@ def _chosen(scores_TE: Tensor, bias_E: Tensor | None, routing: Routing) -> Tenso
 def _highest(values_TE: Tensor, count: int) -> Tensor:
     """Ids of the `count` highest values of each row, best first; `values` is destroyed. Of equal values the lowest id comes
     first, which `topk` does not promise: `max` returns the first of them."""
-    ids = []
-    for _ in range(count):
-        id_T1 = values_TE.max(1, keepdim=True).indices
-        values_TE.scatter_(1, id_T1, float("-inf"))
-        ids.append(id_T1)
+    ids = [values_TE.max(1, keepdim=True).indices]
+    while len(ids) < count:
+        values_TE.scatter_(1, ids[-1], float("-inf"))
+        ids.append(values_TE.max(1, keepdim=True).indices)
     return torch.cat(ids, 1)
 
 
