@@ -1,4 +1,4 @@
-"""500 SIGKILLs at random moments, resumed each time: the run ends with the bytes of one left alone.
+"""SIGKILLs at random moments, resumed each time: the run ends with the bytes of one left alone.
 
 Each life of the run is a process of its own, forked from a server that has imported everything, so that most of its time is
 spent where a kill can hurt: opening the data, loading a checkpoint, training, saving, writing metrics and samples.
@@ -10,6 +10,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -78,3 +80,39 @@ def test_many_kills(tmp_path: Path) -> None:
     assert timeless(metrics_of(tmp_path / "killed")) == timeless(straight)
     assert (tmp_path / "killed/samples.jsonl").read_bytes() == (tmp_path / "straight/samples.jsonl").read_bytes()
     assert not list((tmp_path / "killed/checkpoints").glob(".unfinished*"))
+
+
+def test_the_toy_recipe_is_killed_fifty_times(tmp_path: Path) -> None:
+    """The shipped recipe as users start it, at full size, with a checkpoint every five steps."""
+    how = ["--set", "checkpoint.every=5", "--set", "checkpoint.keep_last=2", "--set", "log.every=1"]
+
+    def start(out: str, *resume: str) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-m", "mok_cli", "train", "toy", "--out", str(tmp_path / out), *how, *resume]
+        with open(tmp_path / "said", "wb") as said:
+            return subprocess.Popen(words, stdout=said, stderr=subprocess.STDOUT)
+
+    def has_stepped() -> bool:
+        return re.search(rb"^\d+/800 loss", (tmp_path / "said").read_bytes(), re.MULTILINE) is not None
+
+    assert start("straight").wait() == 0
+    chance = random.Random(0)
+    kills = early = 0
+    while kills < 50:
+        life = start("killed", "--resume", "auto")
+        if chance.random() < 0.2:
+            time.sleep(chance.random() * 8)
+        else:
+            while not has_stepped() and life.poll() is None:
+                time.sleep(0.02)
+            time.sleep(chance.random() * 3)
+        assert life.poll() is None, (tmp_path / "said").read_text()
+        life.kill()
+        life.wait()
+        kills += 1
+        early += not has_stepped()
+        print(f"{time.strftime('%H:%M:%S')} kill {kills}, {early} before a step", flush=True)
+    assert start("killed", "--resume", "auto").wait() == 0
+    straight, killed = (metrics_of(tmp_path / out) for out in ("straight", "killed"))
+    print(f"state_sha256 {straight[-1]['state_sha256']} and {killed[-1]['state_sha256']}")
+    assert timeless(killed) == timeless(straight)
+    assert (tmp_path / "killed/samples.jsonl").read_bytes() == (tmp_path / "straight/samples.jsonl").read_bytes()
