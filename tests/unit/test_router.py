@@ -136,6 +136,7 @@ def loss_gradient(layer: Router, x: Tensor, balance: float, z: float = 0.0, grid
 
 
 def test_balance_loss_reaches_the_router_in_proportion_to_its_coefficient() -> None:
+    torch.manual_seed(0)
     layer, x = Router(16, 8, Routing(2, normalize_weights=False)), normal(32, 16)
     none, once, twice = (loss_gradient(layer, x, c) for c in (0.0, 0.01, 0.02))
     assert (once - none).norm() > 1e-6
