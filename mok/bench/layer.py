@@ -21,7 +21,18 @@ from mok.bench.peers import layer as peers
 from mok.errors import CheckFailed
 from mok.shapes import LAYER_SHAPES, LayerShape
 
-__all__ = ["ROUTINGS", "TABLE", "LayerReport", "LayerRow", "Problem", "bench_layer", "make_problem"]
+__all__ = [
+    "ROUTINGS",
+    "TABLE",
+    "Clock",
+    "LayerReport",
+    "LayerRow",
+    "Problem",
+    "bench_layer",
+    "call_of",
+    "check_results",
+    "make_problem",
+]
 
 ROUTINGS = ("balanced", "skewed", "one-hot")
 
