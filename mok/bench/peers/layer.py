@@ -18,7 +18,7 @@ from mok.errors import UsageError
 from mok.grid import CallGrid
 from mok.layer import moe_layer
 
-__all__ = ["PEERS", "Contestant", "find", "mok_with"]
+__all__ = ["PEERS", "Contestant", "Mok", "find", "mok_with"]
 
 
 class Contestant(Protocol):
