@@ -89,7 +89,8 @@ def why_not(config: KernelConfig, shape: LayerShape, device: DeviceFacts | None)
         return ["needs a CUDA device; use moe.backend = torch"]
     if device.capability != (9, 0):
         found = "sm_{}{}".format(*device.capability)
-        reasons.append(f"runs on sm_90 (H100, H200), this is {found}: use moe.backend = staged")
+        not_run = "; its bodies for that are compiled but have not run" if device.capability[0] == 10 else ""
+        reasons.append(f"runs on sm_90 (H100, H200), this is {found}{not_run}: use moe.backend = staged")
     if device.shared_bytes < config.shared_bytes:
         reasons.append(
             f"needs {config.shared_bytes} bytes of shared memory a program, {device.name} has {device.shared_bytes}: "

@@ -63,7 +63,12 @@ def test_settings_fit_the_device_or_are_refused() -> None:
         (KernelConfig(), LayerShape(64, 37, 8, 2), H200, "intermediate_size = 37"),
         (KernelConfig(), LayerShape(64, 64, 1024, 2), H200, "num_experts = 1024"),
         (KernelConfig(), LayerShape(64, 64, 8, 2, ranks=4), H200, "4 ranks"),
-        (KernelConfig(), LayerShape(64, 64, 8, 2), replace(H200, capability=(10, 0)), "sm_100"),
+        (
+            KernelConfig(),
+            LayerShape(64, 64, 8, 2),
+            replace(H200, capability=(10, 0)),
+            "sm_100; its bodies for that are compiled but have not run",
+        ),
         (KernelConfig(), LayerShape(64, 64, 8, 2), None, "CUDA device"),
         (KernelConfig(programs=133), LayerShape(64, 64, 8, 2), H200, "133 programs"),
         (KernelConfig(stages=1), LayerShape(64, 64, 8, 2), H200, "stages = 1"),
