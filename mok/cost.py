@@ -134,13 +134,16 @@ def step_time(recipe: Recipe, vocab_size: int, machine: Machine, *, replicas: in
     flops = shapes.flops_per_token(recipe, vocab_size) * tokens - 3 * layers * shape.flops(tokens)
     again = 4 / 3 if train.recompute == "blocks" else 1.0
     dense = sum(counts.values()) - counts["experts"]
-    held = dense + counts["experts"] / ep
-    # Master weights and moments are read and written, gradients read, weights written.
-    moved = held * (8 + 4 * shapes.DTYPE_BYTES[recipe.optim.moment_dtype] + 4 + shapes.DTYPE_BYTES[train.dtype])
+    experts = counts["experts"] / ep
+    # Of its shard a rank reads and writes master weights and moments, reads gradients, writes weights.
+    weight_bytes = shapes.DTYPE_BYTES[train.dtype]
+    moved = (dense / world + experts / replicas) * (8 + 4 * shapes.DTYPE_BYTES[recipe.optim.moment_dtype] + 4 + weight_bytes)
+    # fp32 gradients go to the shards' owners, updated weights come back.
+    shared = (dense * (world - 1) / world + experts * (replicas - 1) / replicas) * (4 + weight_bytes)
     return {
         "experts": experts_s * again,
         "rows between ranks": layers * (layer.forward.link_s + layer.backward.link_s),
         "everything dense": machine.products_s(flops) * again,
-        "gradients between ranks": machine.link_s(2 * 4 * dense * (world - 1) / world) if world <= machine.domain else 0.0,
+        "gradients between ranks": machine.link_s(shared) if world <= machine.domain else 0.0,
         "optimizer": moved / machine.memory_bytes,
     }

@@ -8,7 +8,7 @@ means another computation.
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -89,6 +89,8 @@ def verify_export(folder: Path, recipe: Recipe, dtype: str) -> Verdict:
 
 
 def _logits_of_mok(weights: HfWeights, recipe: Recipe, dtype: str, ids_BS: Tensor) -> Tensor:
+    # In the precision of the files, whatever operands the run had: that is what transformers computes.
+    recipe = replace(recipe, train=replace(recipe.train, dtype=dtype))
     model = Decoder(recipe, weights.vocab_size, dtype=DTYPES[dtype])
     for name, tensor in model.named_tensors():
         tensor.copy_(weights.read(name))

@@ -173,12 +173,22 @@ def rank_bytes(
     low_precision, width = recipe.train.dtype != "fp32", recipe.model.hidden_size
     return {
         "weights": held * DTYPE_BYTES[recipe.train.dtype],
+        "rounded weights": _rounded_bytes(recipe, experts, counts["shared experts"]),
         "master weights": shard * 4 if low_precision else 0,
         "moments": shard * 2 * DTYPE_BYTES[recipe.optim.moment_dtype],
         "gradients": 4 * (dense * lanes * positions + experts * lanes),
         "activations": _activation_bytes(recipe, vocab_size, tokens),
         "exchange rows": 0 if ep == 1 else 2 * tokens * recipe.moe.top_k * width * DTYPE_BYTES[recipe.train.dtype],
     }
+
+
+def _rounded_bytes(recipe: Recipe, experts: int, shared: int) -> int:
+    """What is kept of weights for 8-bit products: dequantised in bf16, once or for each orientation (docs/numerics.md)."""
+    quantization = recipe.quantization
+    if quantization is None:
+        return 0
+    orientations = 1 if quantization.of_blocks.square_weights else 2
+    return (experts + (shared if quantization.shared_experts else 0)) * orientations * DTYPE_BYTES[recipe.train.dtype]
 
 
 def activation_choices(recipe: Recipe, vocab_size: int, tokens: int) -> dict[str, int]:

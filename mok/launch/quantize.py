@@ -28,8 +28,13 @@ class Quantized(NamedTuple):
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """code * scale [M, C]; in bf16 exact from 2^-133 on."""
-        scales = self.scales.float().repeat_interleave(self.block_columns, 1)
-        return (self.codes.float() * scales.repeat_interleave(self.block_rows, 0)[: self.codes.shape[0]]).to(dtype)
+        rows, columns = self.codes.shape
+        values, scales = self.codes.to(dtype), self.scales.to(dtype)
+        if rows % self.block_rows:  # the last group is short
+            return values.mul_(scales.repeat_interleave(self.block_rows, 0)[:rows])
+        blocks = values.view(-1, self.block_rows, columns // self.block_columns, self.block_columns)
+        blocks.mul_(scales.view(scales.shape[0], 1, scales.shape[1], 1))
+        return values
 
 
 class Both(NamedTuple):

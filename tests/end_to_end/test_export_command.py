@@ -161,3 +161,18 @@ def test_a_model_is_trained_exported_and_trained_on_from_its_export(tmp_path, mo
 def test_recipes_that_cannot_start_from_a_folder_are_refused(init, tokenizer, key):
     recipe = changed(RECIPES["qwen3_moe"], model__init=init, data__tokenizer=tokenizer)
     assert [problem[0] for problem in recipe.problems()] == [key]
+
+
+def test_a_run_with_8_bit_products_is_exported_in_bf16_and_verified_as_what_it_holds(tmp_path):
+    """Its products are not part of the files: mok's side of the comparison computes like transformers, in bf16."""
+    pytest.importorskip("transformers")
+    verdicts = []
+    for dtype in ("bf16", "mxfp8"):
+        folder = write_run(tmp_path / dtype, in_bf16(RECIPES["qwen3_moe"]))
+        text = (folder / "recipe.toml").read_text()
+        (folder / "recipe.toml").write_text(text.replace('dtype = "bf16"', f'dtype = "{dtype}"', 1))
+        result = run(folder, "--to", tmp_path / f"{dtype}-model", "--verify", "--json", tmp_path / "report.json")
+        assert result.exit_code == 0, result.output
+        assert "qwen3_moe, bf16, step 7" in result.output
+        verdicts.append(json.loads((tmp_path / "report.json").read_text())["verify"])
+    assert verdicts[0] == verdicts[1]

@@ -90,12 +90,17 @@ def test_bytes_follow_the_dtypes_and_the_cells_of_the_grid():
     alone = rank_bytes(recipe, 512, ep=1, replicas=1, lanes=1, positions=1, tokens=0)
     assert alone == {
         "weights": 2 * total,
+        "rounded weights": 0,
         "master weights": 4 * total,
         "moments": 4 * total,
         "gradients": 4 * total,
         "activations": 0,
         "exchange rows": 0,
     }
+    for dtype, orientations in (("mxfp8", 2), ("fp8_block", 1)):
+        quantized = load("toy", [f"train.dtype={dtype}", "optim.moment_dtype=bf16"])
+        kept = rank_bytes(quantized, 512, ep=1, replicas=1, lanes=1, positions=1, tokens=0)
+        assert kept == alone | {"rounded weights": 2 * orientations * experts}
     shared = rank_bytes(recipe, 512, ep=4, replicas=2, lanes=2, positions=3, tokens=0)
     assert shared["weights"] == 2 * (total - experts + experts // 4)
     assert shared["master weights"] == shared["moments"] == 4 * ((total - experts) // 8 + experts // 4 // 2)
