@@ -19,7 +19,7 @@ CLAMPED_SPILL_BYTES = 1024
 """The clamped DH epilogue keeps raw and limited values; it spills once in 64 columns, never in a loop of products."""
 
 BLACKWELL_SPILL_BYTES = 0 if RELEASE == "3.7" else 64
-"""Eight warps finish a tile whose sums are in tensor memory; with Triton 3.6 and 3.8 one role of the forward spills a little."""
+"""Eight warps finish a tile whose sums are in tensor memory; with Triton 3.6 and 3.8 a role of the forward spills a little."""
 
 
 @pytest.fixture(scope="module")
