@@ -86,7 +86,8 @@ def route(
         balance loss = E * sum_e (c_e / (n K)) * (sum_t p_te / n)      1 if balanced, E/K if K experts get everything
         z-loss       = sum_t logsumexp_e(logits_te)^2 / n
     """
-    ids_TK, weights_TK, balance_C, z_C = _Route.apply(logits_TE, bias_E, routing, num_slices, valid_T)
+    function = _RouteOnGpu if _has_kernels(logits_TE, routing) else _Route
+    ids_TK, weights_TK, balance_C, z_C = function.apply(logits_TE, bias_E, routing, num_slices, valid_T)
     return Routes(ids_TK, weights_TK, balance_C, z_C)
 
 
@@ -235,7 +236,7 @@ class _Route(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         tokens = logits_TE.shape[0]
         if tokens % num_slices:
-            raise UsageError(f"{tokens} tokens do not fill {num_slices} slices evenly; give every slice as many tokens")
+            raise _uneven(tokens, num_slices)
         if routing.score == "softmax":
             scores_TE = torch.softmax(logits_TE, dim=1)
         else:
@@ -308,6 +309,82 @@ class _Route(torch.autograd.Function):
             softmax_TE = scores_TE if logits_TE is None else torch.exp(logits_TE - lse_T.unsqueeze(1))
             terms.append(_by_token(factor_C1, slice_tokens, valid_T) * lse_T.unsqueeze(1) * softmax_TE)
         return sum(terms) if terms else None, None, None, None, None
+
+
+class _RouteOnGpu(torch.autograd.Function):
+    """`_Route` with one kernel each way. Keeps logits, ids and two numbers of each token."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_TE: Tensor, bias_E: Tensor | None, routing: Routing, num_slices: int, valid_T: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        from mok.launch import router as launch
+
+        if logits_TE.shape[0] % num_slices:
+            raise _uneven(logits_TE.shape[0], num_slices)
+        logits_TE = logits_TE.contiguous()
+        softmax = routing.score == "softmax"
+        ids_TK, weights_TK, totals_T, lse_T, sums_C = launch.route(
+            logits_TE,
+            bias_E,
+            valid_T,
+            num_slices,
+            top_k=routing.top_k,
+            softmax=softmax,
+            normalize=routing.normalize_weights,
+            epsilon=0.0 if softmax else SIGMOID_EPSILON,
+            scaling=routing.scaling_factor,
+        )
+        num_experts = logits_TE.shape[1]
+        probabilities_CE, counts_CE, squares_C, valid_C = sums_C.split((num_experts, num_experts, 1, 1), dim=1)
+        valid_C = valid_C.clamp(min=1)
+        load_CE = counts_CE / (valid_C * routing.top_k)
+        ctx.save_for_backward(logits_TE, ids_TK, totals_T, lse_T, load_CE, valid_C)
+        ctx.routing = routing
+        ctx.mark_non_differentiable(ids_TK)
+        ctx.set_materialize_grads(False)
+        balance_C = num_experts * (load_CE * (probabilities_CE / valid_C)).sum(1)
+        return ids_TK, weights_TK, balance_C, (squares_C / valid_C).squeeze(1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, _: None, dweights_TK: Tensor | None, dbalance_C: Tensor | None, dz_C: Tensor | None
+    ) -> tuple[Any, ...]:
+        from mok.launch import router as launch
+
+        logits_TE, ids_TK, totals_T, lse_T, load_CE, valid_C = ctx.saved_tensors
+        balance_CE = None if dbalance_C is None else load_CE * (load_CE.shape[1] * dbalance_C.unsqueeze(1) / valid_C)
+        dlogits_TE = launch.route_backward(
+            logits_TE,
+            ids_TK,
+            totals_T,
+            lse_T,
+            dweights_TK,
+            balance_CE,
+            None if dz_C is None else dz_C / valid_C.squeeze(1),
+            load_CE.shape[0],
+            softmax=ctx.routing.score == "softmax",
+            normalize=ctx.routing.normalize_weights,
+            scaling=ctx.routing.scaling_factor,
+        )
+        return dlogits_TE, None, None, None, None
+
+
+def _has_kernels(logits_TE: Tensor, routing: Routing) -> bool:
+    """Whether the kernels of `mok/launch/router.py` can route: what is common; the rest takes separate operations."""
+    return (
+        logits_TE.is_cuda
+        and logits_TE.dtype == torch.float32
+        and routing.score_order == "before_top_k"
+        and routing.num_groups == 1
+        and routing.force_routing == "none"
+        and not torch.compiler.is_compiling()
+    )
+
+
+def _uneven(tokens: int, num_slices: int) -> UsageError:
+    return UsageError(f"{tokens} tokens do not fill {num_slices} slices evenly; give every slice as many tokens")
 
 
 def _by_token(values_CX: Tensor, slice_tokens: int, valid_T: Tensor | None) -> Tensor:

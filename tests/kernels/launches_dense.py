@@ -1,10 +1,11 @@
-"""Every launch of `mok/launch/dense.py` and `mok/launch/optimizer.py` once, on small CPU tensors, for `cross_compile`."""
+"""Every launch of `mok/launch/dense.py`, `mok/launch/optimizer.py` and `mok/launch/router.py` once, on small CPU tensors, for
+`cross_compile`."""
 
 from __future__ import annotations
 
 import torch
 
-from mok.launch import dense, optimizer
+from mok.launch import dense, optimizer, router
 
 TOKENS, HIDDEN, HEADS, DIM, VOCABULARY = 64, 2048, 16, 128, 50304
 
@@ -27,3 +28,7 @@ def launch_all(arch: int) -> None:
     for weights, decay in ((moments[2], True), (None, False)):
         optimizer.adamw(weights, flat[0], moments[0], moments[1], flat[1], flat[0, :5], beta1=0.9, beta2=0.95, decay=decay)
     optimizer.square_sums(flat[0], 256)
+    scores, weights = torch.zeros(TOKENS, 64), torch.zeros(TOKENS, 8)
+    common = {"softmax": True, "normalize": True, "scaling": 1.0}
+    ids, _, totals, lse, _ = router.route(scores, None, targets > 0, 1, top_k=8, epsilon=0.0, **common)
+    router.route_backward(scores, ids, totals, lse, weights, scores[:1], lse[:1], 1, **common)

@@ -7,7 +7,8 @@ import pytest
 from tests.kernels.cross_compile import reports
 
 KERNELS = {
-    "adamw", "cross_entropy", "norm_and_rotate", "norm_and_rotate_backward", "rms_norm", "rms_norm_backward", "square_sums",
+    "adamw", "cross_entropy", "norm_and_rotate", "norm_and_rotate_backward", "rms_norm", "rms_norm_backward", "route",
+    "route_backward", "square_sums",
 }  # fmt: skip
 
 
