@@ -200,8 +200,7 @@ class _RouterLinear(torch.autograd.Function):
     def forward(ctx: Any, x_TH: Tensor, w_EH: Tensor) -> Tensor:
         ctx.save_for_backward(x_TH, w_EH)
         ctx.parameter = w_EH
-        if x_TH.is_cuda and x_TH.dtype == w_EH.dtype == torch.bfloat16 and w_EH.shape[0] % GEMM_MULTIPLE == 0:
-            # Products of bf16 are exact in fp32, and the tensor cores add them there.
+        if _on_tensor_cores(x_TH, w_EH):
             return torch.mm(x_TH, w_EH.t(), out_dtype=torch.float32)
         rows, columns, inner = -x_TH.shape[0] % GEMM_MULTIPLE, -w_EH.shape[0] % GEMM_MULTIPLE, -x_TH.shape[1] % GEMM_MULTIPLE
         x = F.pad(_wide(x_TH), (0, inner, 0, rows)) if rows or inner else _wide(x_TH)
@@ -213,6 +212,13 @@ class _RouterLinear(torch.autograd.Function):
     def backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_TH, w_EH = ctx.saved_tensors
         dx_TH = dw_EH = None
+        if _on_tensor_cores(x_TH, w_EH):
+            parts_TX = _three_parts(dlogits_TE)
+            if ctx.needs_input_grad[0]:
+                dx_TH = torch.mm(parts_TX, w_EH.repeat(3, 1))
+            if ctx.needs_input_grad[1]:
+                dw_EH = _weight_gradient(ctx.parameter, parts_TX, x_TH)
+            return dx_TH, dw_EH
         if ctx.needs_input_grad[0]:
             rows, columns = -x_TH.shape[0] % GEMM_MULTIPLE, -x_TH.shape[1] % GEMM_MULTIPLE
             w = F.pad(_wide(w_EH), (0, columns)) if columns else _wide(w_EH)
@@ -227,6 +233,37 @@ class _RouterLinear(torch.autograd.Function):
             else:
                 dw_EH = (dlogits_TE.t() @ _wide(x_TH)).to(w_EH.dtype)
         return dx_TH, dw_EH
+
+
+def _on_tensor_cores(x_TH: Tensor, w_EH: Tensor) -> bool:
+    """Whether products take bf16 operands: those of bf16 are exact in fp32, and the tensor cores of a GPU add them there."""
+    both_bf16 = x_TH.dtype == w_EH.dtype == torch.bfloat16
+    return x_TH.is_cuda and both_bf16 and w_EH.shape[0] % GEMM_MULTIPLE == 0 and x_TH.shape[1] % GEMM_MULTIPLE == 0
+
+
+def _three_parts(values_TE: Tensor) -> Tensor:
+    """fp32 [T, E] as bf16 [T, 3 E]: three numbers side by side whose sum has all 24 bits of each."""
+    parts, rest = [], values_TE
+    for _ in range(3):
+        parts.append(rest.bfloat16())
+        rest = rest - parts[-1].float()
+    return torch.cat(parts, 1)
+
+
+def _weight_gradient(weight: Tensor, parts_TX: Tensor, x_TH: Tensor) -> Tensor | None:
+    """The sum over the three parts of parts^T x, slice by slice into the weight's sink, or where else gradients go."""
+    sink, main = getattr(weight, "grad_sink", None), getattr(weight, "main_grad", None)
+    slices = 1 if sink is None else sink.num_slices
+    pairs = zip(parts_TX.chunk(slices), x_TH.chunk(slices), strict=True)
+    products = [torch.mm(parts.t(), x, out_dtype=torch.float32) for parts, x in pairs]
+    terms_CEH = torch.stack([product.unflatten(0, (3, -1)).sum(0) for product in products])
+    if sink is not None:
+        sink.add(terms_CEH)
+    elif main is not None:
+        main.add_(terms_CEH[0])
+    else:
+        return terms_CEH[0].to(weight.dtype)
+    return None
 
 
 class _Route(torch.autograd.Function):

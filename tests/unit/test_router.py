@@ -12,7 +12,7 @@ from torch import Tensor
 from mok.errors import NonFiniteError, UsageError
 from mok.grid import CallGrid
 from mok.model.moe import MoE
-from mok.model.router import Router, Routes, Routing, route
+from mok.model.router import Router, Routes, Routing, _three_parts, route, router_linear
 from tests.tolerances import assert_same_bits, relative_error
 
 INFINITY = float("inf")
@@ -309,3 +309,22 @@ def test_same_bits_as_the_sigmoid_router_of_transformers(groups: int) -> None:
     assert_same_bits("ids", routes.expert_ids_TK, expected_ids)
     # Their sigmoid and 1 / (1 + exp(-x)) differ in the last place of some scores.
     torch.testing.assert_close(routes.weights_TK, expected_weights, rtol=3e-7, atol=0)
+
+
+def test_three_parts_have_all_bits() -> None:
+    values = normal(50, 16) * torch.logspace(-20, 20, 50).unsqueeze(1)
+    parts = _three_parts(values)
+    assert parts.dtype == torch.bfloat16 and parts.shape == (50, 48)
+    assert_same_bits("sum", parts.double().view(50, 3, 16).sum(1).float(), values)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [16, 1000])
+def test_products_on_tensor_cores_have_the_error_of_fp32(tokens: int) -> None:
+    x, w, dy = normal(tokens, 64).bfloat16(), normal(32, 64).bfloat16(), normal(tokens, 32)
+    leaves = [value.cuda().requires_grad_() for value in (x, w)]
+    y = router_linear(*leaves)
+    dx, dw = torch.autograd.grad(y, leaves, dy.cuda())
+    assert relative_error(y.cpu(), x.double() @ w.double().t()) < 1e-6
+    assert relative_error(dx.cpu(), dy.double() @ w.double()) < 4e-3
+    assert relative_error(dw.cpu(), dy.double().t() @ x.double()) < 4e-3
