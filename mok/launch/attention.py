@@ -20,8 +20,8 @@ __all__ = ["Blocks", "attention_backward"]
 class Blocks(NamedTuple):
     """Of each of the two kernels: queries and keys at a time, warps, stages of loads."""
 
-    kv: tuple[int, int, int, int] = (64, 128, 8, 2)
-    q: tuple[int, int, int, int] = (128, 64, 8, 2)
+    kv: tuple[int, int, int, int] = (64, 64, 4, 2)
+    q: tuple[int, int, int, int] = (128, 64, 8, 3)
 
 
 BLOCKS = Blocks()
