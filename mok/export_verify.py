@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from mok.ahead import ahead
 from mok.config import Recipe
 from mok.errors import CheckFailed
 from mok.hf_import import HfWeights
@@ -92,8 +93,9 @@ def _logits_of_mok(weights: HfWeights, recipe: Recipe, dtype: str, ids_BS: Tenso
     # In the precision of the files, whatever operands the run had: that is what transformers computes.
     recipe = replace(recipe, train=replace(recipe.train, dtype=dtype))
     model = Decoder(recipe, weights.vocab_size, dtype=DTYPES[dtype])
-    for name, tensor in model.named_tensors():
-        tensor.copy_(weights.read(name))
+    tensors = dict(model.named_tensors())
+    for tensor, value in zip(tensors.values(), ahead(weights.read, tensors, torch.get_num_threads()), strict=True):
+        tensor.copy_(value)
     return model.logits(ids_BS)
 
 

@@ -80,7 +80,7 @@ class Run:
         self.batches = Batches(loader, grid)
         held_out = Loader(self.corpus.validation, recipe.train.sequence_length, recipe.seed)
         self.held_out = Batches(held_out, grid, count=held_out.num_sequences)
-        self.state = self._fresh_state()
+        self.state = self._fresh_state(fill=start.resumed is None)
         if start.resumed is not None:
             self._resume(start, start.resumed)
         self.observer: Observer | None = self._trace()
@@ -252,15 +252,17 @@ class Run:
         for change in start.changes:
             self.say(f"  changed: {change.key}  {change.before!r} -> {change.now!r}  ({change.kind})")
 
-    def _fresh_state(self) -> TrainState:
+    def _fresh_state(self, *, fill: bool) -> TrainState:
         recipe, size = self.recipe, self.corpus.tokenizer.size
         folder = config_folder(recipe.model.init)
         if folder is None:
-            return TrainState(recipe, self._vocab_size(size, recipe.model.vocab_size), self.ranks, self.device)
+            vocab_size = self._vocab_size(size, recipe.model.vocab_size)
+            return TrainState(recipe, vocab_size, self.ranks, self.device, fill=fill)
         imported = HfWeights(folder, recipe)
         for notice in imported.notices:
             self.say(f"note: {notice}")
-        return TrainState(recipe, self._vocab_size(size, imported.vocab_size), self.ranks, self.device, imported.read)
+        vocab_size = self._vocab_size(size, imported.vocab_size)
+        return TrainState(recipe, vocab_size, self.ranks, self.device, imported.read, fill=fill)
 
     def _vocab_size(self, size: int, wanted: int) -> int:
         if wanted and wanted < size:

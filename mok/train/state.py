@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mok import checkpoint
+from mok.ahead import ahead
 from mok.config import Recipe
 from mok.errors import UsageError
 from mok.gradients import Bank, GradStore
@@ -29,7 +30,8 @@ __all__ = ["TrainState"]
 class TrainState:
     """A fresh model of `recipe` with its optimizer, for this rank of a launch.
 
-    weights: gives the initial value of a tensor by its name; None for random ones.
+    weights: gives the initial value of a tensor by its name, from any thread; None for random ones. fill: False leaves every
+    value to `load`.
     step: steps done. samples: sequences seen, over all ranks: the position in the data. places: where each of `tensors()` and
     `gradients()` is kept.
     """
@@ -41,6 +43,8 @@ class TrainState:
         ranks: Ranks,
         device: torch.device,
         weights: Callable[[str], Tensor] | None = None,
+        *,
+        fill: bool = True,
     ) -> None:
         self.recipe = recipe
         self.ranks = ranks
@@ -54,15 +58,8 @@ class TrainState:
         self._frozen = self._freeze(recipe.train.freeze)
         self._build_optimizer()
         self.places = self._find_places()
-        if weights is None:
-            values = initial_values(self.model, recipe.seed, recipe.model.init_std)
-        else:
-            values = ((tensor, weights(tensor.name)) for tensor in self._logical)
-        for tensor, value in values:
-            here = value.to(device)
-            for kind in ("", "master:"):
-                if (place := self.places.get(kind + tensor.name)) is not None:
-                    place.put(here)
+        if fill:
+            self._fill(weights)
         self._keep_frozen_values()
         self.model.weights_changed()
 
@@ -120,6 +117,18 @@ class TrainState:
         self.samples = int(saved.manifest["samples"])
         self._keep_frozen_values()
         self.model.weights_changed()
+
+    def _fill(self, weights: Callable[[str], Tensor] | None) -> None:
+        if weights is None:
+            values = initial_values(self.model, self.recipe.seed, self.recipe.model.init_std)
+        else:
+            names = [tensor.name for tensor in self._logical]
+            values = zip(self._logical, ahead(weights, names, torch.get_num_threads()), strict=True)
+        for tensor, value in values:
+            here = value.to(self.device)
+            for kind in ("", "master:"):
+                if (place := self.places.get(kind + tensor.name)) is not None:
+                    place.put(here)
 
     def _freeze(self, patterns: tuple[str, ...]) -> list[LogicalTensor]:
         """Switch off the gradients of parameters all of whose tensors are frozen; returns the other frozen tensors."""
