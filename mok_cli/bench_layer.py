@@ -25,7 +25,13 @@ SLOWER = 1.1
 @click.option("--shape", default="toy", show_default=True, metavar="NAME", help="A layer by name, several with commas, or all.")
 @click.option("--tokens", type=click.IntRange(min=0), help="Tokens of a call; by default the layer's own number.")
 @click.option("--routing", type=click.Choice(["balanced", "skewed", "one-hot"]), default="balanced", show_default=True)
-@click.option("--dtype", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "fp32", "mxfp8", "fp8_block"]),
+    default="bf16",
+    show_default=True,
+    help="As train.dtype; peers of an 8-bit layer compute in bf16.",
+)
 @click.option("--backend", default="auto", show_default=True, help="Who computes our side, as moe.backend.")
 @click.option("--against", default="", metavar="NAME,...", help="Peers to time in the same run: torch, grouped_mm, hf.")
 @click.option("--calls", type=click.IntRange(min=2), default=24, show_default=True, help="Timed calls of each.")
@@ -62,6 +68,7 @@ def layer(
     import torch
 
     from mok.bench.layer import bench_layer
+    from mok.quantization import FORMATS, Quantization
 
     problems = problems_of(shape, tokens)
     place = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
@@ -77,7 +84,8 @@ def layer(
         against=[name for name in against.split(",") if name],
         check=check,
         device=place,
-        dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[dtype],
+        dtype=torch.float32 if dtype == "fp32" else torch.bfloat16,
+        quantization=Quantization(dtype) if dtype in FORMATS else None,
         calls=calls,
         report_row=lambda row: output.line(_line(row)),
     )

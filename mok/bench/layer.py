@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from mok.backends.quantization import Operand, round_rows, round_weight
 from mok.bench.peers import layer as peers
 from mok.errors import CheckFailed
+from mok.quantization import Quantization
 from mok.shapes import LAYER_SHAPES, LayerShape
 
 __all__ = [
@@ -66,7 +68,7 @@ class Inputs:
 
 @dataclass
 class Problem:
-    """A layer with its inputs. gate, up [E, I, H], down [E, H, I]."""
+    """A layer with its inputs. gate, up [E, I, H], down [E, H, I]. quantization: which operands ours rounds to 8 bits."""
 
     name: str
     shape: LayerShape
@@ -75,6 +77,7 @@ class Problem:
     gate_EIH: Tensor
     up_EIH: Tensor
     down_EHI: Tensor
+    quantization: Quantization | None = None
 
     @property
     def device(self) -> torch.device:
@@ -154,6 +157,7 @@ def bench_layer(
     check: bool,
     device: torch.device,
     dtype: torch.dtype,
+    quantization: Quantization | None = None,
     calls: int = 24,
     warmup: int = 6,
     sustain_s: float = 0.6,
@@ -170,6 +174,7 @@ def bench_layer(
     dense: dict[str, list[float]] = {}
     for name, (shape, tokens) in problems.items():
         problem = make_problem(name, shape, tokens, routing, device, dtype)
+        problem.quantization = quantization
         contestants = {who: make(problem) for who, make in makers.items()}
         errors = check_results(problem, contestants) if check else {}
         before = _dense_tflops(clock)
@@ -207,7 +212,7 @@ def bench_layer(
         dense[name] = [before, _dense_tflops(clock)]
         rows += found
         del problem, contestants
-    return LayerReport(rows, _environment(device, dtype) | {"dense_tflops": dense})
+    return LayerReport(rows, _environment(device, dtype, quantization) | {"dense_tflops": dense})
 
 
 def call_of(contestant: peers.Contestant, problem: Problem, direction: str) -> Callable[[int], None]:
@@ -288,7 +293,7 @@ def check_results(problem: Problem, contestants: dict[str, peers.Contestant]) ->
     """The largest relative error of output and gradients of each, on the timed sizes; CheckFailed if one exceeds its bar."""
     inputs = problem.sets[0]
     exact = _loop(problem, inputs, torch.float64)
-    plain = _loop(problem, inputs, inputs.x_TH.dtype)
+    plain = _loop(problem, inputs, inputs.x_TH.dtype, problem.quantization)
     factor = FACTOR[inputs.x_TH.dtype]
     bars = {name: factor * max(_error(plain[name], exact[name]), torch.finfo(inputs.x_TH.dtype).eps) for name in exact}
     worst = {}
@@ -298,7 +303,9 @@ def check_results(problem: Problem, contestants: dict[str, peers.Contestant]) ->
         errors = {name: _error(value, exact[name]) for name, value in found.items()}
         worst[who] = max(errors.values())
         for name, error in errors.items():
-            bar = bars[name] if who == "mok" else max(PEER_ERROR, bars[name])
+            bar = bars[name]
+            if who != "mok":
+                bar = max(PEER_ERROR, bar) if problem.quantization is None else PEER_ERROR
             if not error <= bar:  # NaN fails
                 raise CheckFailed(
                     f"{contestant.name} on {problem.name}: {name} is {error:.1e} from float64, allowed {bar:.1e}; nothing timed"
@@ -314,8 +321,10 @@ def _error(value: Tensor, exact: Tensor) -> float:
     return (difference / norm) ** 0.5 if norm else difference**0.5
 
 
-def _loop(problem: Problem, inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Output and gradients by name, expert by expert in `dtype`, sums over experts and weight gradients in fp32 or wider."""
+def _loop(problem: Problem, inputs: Inputs, dtype: torch.dtype, quantization: Quantization | None = None) -> dict[str, Tensor]:
+    """Output and gradients by name, expert by expert in `dtype`, sums over experts and weight gradients in fp32 or wider.
+
+    quantization: which operands are rounded before their products; weight gradients are left as they are."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     x, dy = inputs.x_TH.to(dtype), inputs.dy_TH.to(dtype)
     y, dx = torch.zeros_like(x, dtype=wide), torch.zeros_like(x, dtype=wide)
@@ -324,21 +333,35 @@ def _loop(problem: Problem, inputs: Inputs, dtype: torch.dtype) -> dict[str, Ten
     for e in range(problem.shape.num_experts):
         token, slot = torch.where(inputs.ids_TK == e)
         gate, up, down = (weight[e].to(dtype) for weight in (problem.gate_EIH, problem.up_EIH, problem.down_EHI))
+        gate_by, up_by, down_by = (_operand(weight, quantization) for weight in (gate, up, down))
         w = inputs.weights_TK[token, slot].to(wide).unsqueeze(1)
         rows, d_rows = x[token], dy[token]
-        g, u = (rows @ gate.t()).to(wide), (rows @ up.t()).to(wide)
+        rounded = _rows(rows, quantization)
+        g, u = (rounded @ gate_by.over_columns.t()).to(wide), (rounded @ up_by.over_columns.t()).to(wide)
         sigmoid = torch.sigmoid(g)
         h = (silu(g) * u).to(dtype)
-        y.index_add_(0, token, (h @ down.t()).to(wide) * w)
-        dh = (d_rows @ down).to(wide)
+        y.index_add_(0, token, (_rows(h, quantization) @ down_by.over_columns.t()).to(wide) * w)
+        dh = (_rows(d_rows, quantization) @ down_by.over_rows).to(wide)
         dweights[token, slot] = (dh * h.to(wide)).sum(1)
         d_gate = (dh * w * u * (sigmoid + silu(g) * (1 - sigmoid))).to(dtype)
         d_up = (dh * w * silu(g)).to(dtype)
-        dx.index_add_(0, token, (d_gate @ gate + d_up @ up).to(wide))
+        d_rows_of_x = _rows(d_gate, quantization) @ gate_by.over_rows + _rows(d_up, quantization) @ up_by.over_rows
+        dx.index_add_(0, token, d_rows_of_x.to(wide))
         grads["gate"].append((d_gate.to(wide).t() @ rows.to(wide)).float())
         grads["up"].append((d_up.to(wide).t() @ rows.to(wide)).float())
         grads["down"].append((d_rows.to(wide).t() @ (h.to(wide) * w).to(dtype).to(wide)).float())
     return {"y": y.to(dtype), "dx": dx.to(dtype), "dweights": dweights} | {k: torch.stack(v) for k, v in grads.items()}
+
+
+def _operand(weight: Tensor, quantization: Quantization | None) -> Operand:
+    if quantization is None:
+        return Operand(weight, weight)
+    both = round_weight(weight.unsqueeze(0), quantization.of_blocks)
+    return Operand(both.over_columns[0], both.over_rows[0])
+
+
+def _rows(rows: Tensor, quantization: Quantization | None) -> Tensor:
+    return rows if quantization is None else round_rows(rows, quantization.of_blocks.block)
 
 
 def _repeats(contestant: peers.Contestant, problem: Problem) -> bool:
@@ -370,8 +393,9 @@ def _memory(contestant: peers.Contestant, problem: Problem) -> tuple[int | None,
     return saved, torch.cuda.max_memory_allocated(device) - before
 
 
-def _environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    found: dict[str, Any] = {"torch": torch.__version__, "device": str(device), "dtype": str(dtype).removeprefix("torch.")}
+def _environment(device: torch.device, dtype: torch.dtype, quantization: Quantization | None) -> dict[str, Any]:
+    name = quantization.format if quantization else str(dtype).removeprefix("torch.")
+    found: dict[str, Any] = {"torch": torch.__version__, "device": str(device), "dtype": name}
     if device.type == "cuda":
         import triton
 

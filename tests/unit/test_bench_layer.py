@@ -14,6 +14,7 @@ from torch import Tensor
 from mok.bench.layer import Problem, bench_layer, check_results, make_problem
 from mok.bench.peers.layer import Mok
 from mok.errors import CheckFailed
+from mok.quantization import Quantization
 from mok.shapes import LayerShape
 
 SMALL = LayerShape(32, 48, 4, 2)
@@ -67,6 +68,21 @@ def test_a_wrong_result_is_found_at_any_scale(problem: Problem, fault: str, scal
     if fault.startswith("swapped"):
         gate, up, down = contestant._weights
         contestant._weights = [up, gate, down]
+    with pytest.raises(CheckFailed, match="from float64, allowed"):
+        check_results(problem, {"mok": contestant})
+
+
+def test_an_8_bit_layer_is_held_to_the_error_of_its_format() -> None:
+    layers = {"small": (LayerShape(64, 32, 4, 2), 24)}
+    how = {"routing": "balanced", "backend": "torch", "check": True, "device": CPU, "dtype": torch.bfloat16}
+    report = bench_layer(layers, against=["torch"], quantization=Quantization("mxfp8"), calls=2, warmup=1, sustain_s=0.0, **how)
+    assert report.environment["dtype"] == "mxfp8"
+    ours, theirs = report.rows[0].relative_error, report.rows[2].relative_error
+    assert 0.03 < ours < 0.1 and theirs < 0.02
+    problem = make_problem("small", *layers["small"], "balanced", CPU, torch.bfloat16)
+    problem.quantization = Quantization("mxfp8")
+    contestant = Mok(problem, "torch")
+    problem.quantization = None  # then bf16 is expected of it
     with pytest.raises(CheckFailed, match="from float64, allowed"):
         check_results(problem, {"mok": contestant})
 

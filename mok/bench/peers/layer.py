@@ -39,7 +39,8 @@ class Mok:
 
     def __init__(self, problem: Any, backend: str, kernel: Any = None, recompute: str = "none") -> None:
         self.name = f"mok {backend}"
-        self._backend, self._options = backend, Options(recompute=recompute, kernel=kernel)
+        self._backend = backend
+        self._options = Options(recompute=recompute, kernel=kernel, quantization=problem.quantization)
         self._weights = [weight.detach().requires_grad_() for weight in (problem.gate_EIH, problem.up_EIH, problem.down_EHI)]
         for weight in self._weights:
             weight.lane_grads = torch.empty((1, *weight.shape), dtype=torch.float32, device=weight.device)
