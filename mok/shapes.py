@@ -208,20 +208,27 @@ def checkpoint_bytes(recipe: Recipe, vocab_size: int) -> int:
 
 
 def _activation_bytes(recipe: Recipe, vocab_size: int, tokens: int) -> int:
-    """An estimate of what a call keeps for its backward, the logits of the loss included.
+    """An estimate of what a call keeps for its backward, and of what is in use beside it at the peak.
 
-    Values per token are what the process of a toy model grew by in a forward, in units of the widths involved.
+    In 16 bits, as on a GPU: a block keeps its input and the sum in its middle, each before and after its norm; its projected,
+    rotated and attended heads; and the pre-activations of each route. At the peak there are also the logits, or what the
+    backward of one expert layer works in. In fp32, as on a CPU, values per token are what the process of a toy model grew by.
     """
     model, moe, shape = recipe.model, recipe.moe, layer_shape(recipe)
-    values_per_token = {
-        "attention": 5 * model.hidden_size + (3 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim,
-        "none": moe.top_k * (2 * shape.hidden_size + 3 * shape.intermediate_size) + 2 * shape.shared_size,
-        "activations": moe.top_k * (shape.hidden_size + shape.intermediate_size) + 2 * shape.shared_size,
-        "all": 0,
-    }
-    per_layer = values_per_token["attention"] + values_per_token[moe.recompute]
-    if recipe.train.recompute == "blocks":  # each block keeps its input, and one at a time is computed again
-        values = model.num_layers * model.hidden_size + per_layer
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    width, inner, shared = shape.hidden_size, shape.intermediate_size, 2 * shape.shared_size
+    if recipe.train.dtype != "fp32":
+        dense = 4 * width + 3 * queries + 3 * keys
+        experts = {"none": moe.top_k * 2 * inner + shared, "activations": 0, "all": 0}[moe.recompute]
+        again = 0 if moe.recompute == "none" else moe.top_k * 2 * inner + shared
+        beside = max(vocab_size, moe.top_k * (3 * width + inner) + again)
     else:
-        values = model.num_layers * per_layer
-    return tokens * (values * DTYPE_BYTES[recipe.train.dtype] + vocab_size * 4)
+        dense = 5 * width + 3 * queries + 2 * keys
+        kept = {"none": 2 * width + 3 * inner, "activations": width + inner, "all": 0}[moe.recompute]
+        experts = moe.top_k * kept + (0 if moe.recompute == "all" else shared)
+        beside = vocab_size
+    if recipe.train.recompute == "blocks":  # each block keeps its input, and one at a time is computed again
+        values = model.num_layers * width + dense + experts
+    else:
+        values = model.num_layers * (dense + experts)
+    return tokens * (values + beside) * DTYPE_BYTES[recipe.train.dtype]
