@@ -6,10 +6,11 @@ of `mok.backends.interface`, imported when it is chosen.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import get_float32_matmul_precision
 
@@ -20,7 +21,7 @@ from mok.quantization import Quantization
 if TYPE_CHECKING:
     import torch  # at run time the name is that of the submodule
 
-__all__ = ["AUTO", "BACKENDS", "choose"]
+__all__ = ["AUTO", "BACKENDS", "choose", "kernel_choices"]
 
 BACKENDS = {
     "reference": "mok.backends.reference",
@@ -51,6 +52,21 @@ def choose(
     """
     # A layer asks on every call. The precision of matmul is a setting of the process that a backend may refuse.
     return _choice(name, shape, dtype, device, quantization, tokens if name == "auto" else None, get_float32_matmul_precision())
+
+
+def kernel_choices(
+    name: str,
+    shape: LayerShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: Quantization | None = None,
+    tokens: int | None = None,
+) -> dict[str, Any]:
+    """What `choose` takes and the settings of its kernels, for the record of a run: a pure function of the arguments."""
+    module, _ = choose(name, shape, dtype, device, quantization, tokens)
+    chosen = next(known for known, path in BACKENDS.items() if path == module.__name__)
+    settings = module.settings(shape, device, tokens) if hasattr(module, "settings") else None
+    return {"backend": chosen} | ({} if settings is None else {"settings": asdict(settings)})
 
 
 @lru_cache(1024)

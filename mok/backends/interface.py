@@ -10,6 +10,10 @@ and, if its kernels read a plan of their own on the device instead of a `Schedul
 
     build_schedule(expert_ids_TK, shape, grid, options) -> what it gets as `schedule`, with `grid` and `counts_CE`
 
+and, if its kernels have settings, which must be a pure function of shape, device and tokens of the call (None: unknown),
+
+    settings(shape, device, tokens) -> what they run with, a dataclass
+
 `saved` is a dataclass whose tensors are fields of it; whoever calls keeps them from being changed in between. Where the expert
 weights live on several ranks, rows travel through `options.transport`. Read next: `mok/backends/torch.py`.
 """

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # Triton is missing on some systems, and `why_not` must be ab
     from mok.launch.mega import Backward, Gradients, Weights
     from mok.launch.plan import DevicePlan
 
-__all__ = ["MegaSchedule", "Saved", "backward", "build_schedule", "forward", "why_not"]
+__all__ = ["MegaSchedule", "Saved", "backward", "build_schedule", "forward", "settings", "why_not"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device, quantiz
         reasons.append(f"{quantization.format}: its products take operands in bf16 only")
     if dtype != torch.bfloat16:
         reasons.append(f"dtype {dtype}: computes in torch.bfloat16 only")
-    return reasons + config_why_not(_config(shape, device), shape, facts)
+    return reasons + config_why_not(settings(shape, device), shape, facts)
 
 
 def build_schedule(expert_ids_TK: Tensor, shape: LayerShape, grid: CallGrid, options: Options) -> MegaSchedule:
@@ -89,7 +89,7 @@ def build_schedule(expert_ids_TK: Tensor, shape: LayerShape, grid: CallGrid, opt
     from mok.launch.mega import row_box
     from mok.launch.plan import plan_on_device
 
-    config = options.kernel or _config(shape, expert_ids_TK.device, expert_ids_TK.shape[0])
+    config = options.kernel or settings(shape, expert_ids_TK.device, expert_ids_TK.shape[0])
     hidden_size, units = shape.hidden_size, row_box(shape.hidden_size).units_per_block
     orders = config.forward_order, config.backward_order
     plan = plan_on_device(
@@ -223,7 +223,8 @@ def _no_tokens(saved: Saved, gradients: Gradients | None) -> InputGrads:
     return InputGrads(torch.empty_like(saved.x_TH), torch.empty_like(saved.weights_TK), dscale_T, shared)
 
 
-def _config(shape: LayerShape, device: torch.device, tokens: int | None = None) -> KernelConfig:
+def settings(shape: LayerShape, device: torch.device, tokens: int | None = None) -> KernelConfig:
+    """See `mok.backends.interface`."""
     from mok.launch.config import KernelConfig, device_facts
     from mok.launch.tables import choose_config
 

@@ -22,8 +22,9 @@ from mok.quantization import Quantization
 
 if TYPE_CHECKING:  # Triton is missing on some systems, and `why_not` must be able to say so
     from mok.launch.plan import DevicePlan
+    from mok.launch.staged import StagedConfig
 
-__all__ = ["Saved", "StagedSchedule", "backward", "build_schedule", "forward", "why_not"]
+__all__ = ["Saved", "StagedSchedule", "backward", "build_schedule", "forward", "settings", "why_not"]
 
 SIZE_MULTIPLE = 16
 """Elements: a row of bf16 then starts on 32 bytes, what bulk copies and vector accesses need."""
@@ -62,6 +63,13 @@ class Saved:
     shared_down_HS: Tensor | None
     shared_scale_T: Tensor | None
     shared_gate_up_2TS: Tensor | None
+
+
+def settings(shape: LayerShape, device: torch.device, tokens: int | None = None) -> StagedConfig:
+    """See `mok.backends.interface`."""
+    from mok.launch import staged as launch
+
+    return launch.choose_config(launch.gpu_of(device))
 
 
 def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None) -> list[str]:

@@ -145,7 +145,7 @@ def train(spec: dict[str, Any], arm: Arm, recipe: Recipe, folder: Path) -> None:
             names = ", ".join(sorted(flipper.names)[:8])
             raise UsageError(f"--inject {arm.inject}: step {flipper_step(fault)} has no such tensor; it has {names}, ...")
         if layout.rank == 0:
-            write_json(folder / "fingerprint.json", fingerprint(device=device.type))
+            write_json(folder / "fingerprint.json", fingerprint(device=device.type, kernels=run.kernels()))
             write_json(folder / "result.json", {"state_sha256": metrics["state_sha256"]})
 
 

@@ -55,6 +55,7 @@ def fingerprint(*, compiled: bool = False, **more: Any) -> dict[str, Any]:
         "tf32": torch.backends.cuda.matmul.allow_tf32 if cuda else False,
         "cublas_workspace": os.environ.get(CUBLAS_WORKSPACE, "") if cuda else "",
         "nccl_algo": os.environ.get("NCCL_ALGO", "") if cuda else "",
+        "nccl_nvls": os.environ.get("NCCL_NVLS_ENABLE", "") if cuda else "",
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "mode": "compiled" if compiled else "eager",
         **more,

@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors.torch import save_file
 
 from mok import __version__, checkpoint, shapes
+from mok.backends import kernel_choices
 from mok.data.corpus import Corpus, open_corpus
 from mok.data.loader import Loader
 from mok.determinism.fingerprint import fingerprint
@@ -33,6 +35,7 @@ from mok.determinism.observe import StepObserver
 from mok.determinism.trace import Recorder
 from mok.errors import CheckpointError, Interrupted, NonFiniteError, UsageError
 from mok.hf_import import HfWeights, config_folder
+from mok.model.transformer import DTYPES
 from mok.train.batches import Batches
 from mok.train.device import prepare_device
 from mok.train.memory import keep_freed_memory
@@ -305,11 +308,20 @@ class Run:
             world_size=layout.world_size,
             replicas=layout.replicas,
             ep=layout.ep,
+            kernels=self.kernels(),
             mkl_cbwr=os.environ.get("MKL_CBWR", ""),
             git=git_revision(),
             command=sys.argv,
             host=os.uname().nodename,
         )
+
+    def kernels(self) -> dict[str, Any]:
+        """Who computes the experts, and with which settings: fixed by shape, dtype and device, never by timing."""
+        recipe = self.recipe
+        if recipe.model.num_dense_layers == recipe.model.num_layers:
+            return {}
+        shape = replace(shapes.layer_shape(recipe), ranks=self.ranks.layout.ep)
+        return kernel_choices(recipe.moe.backend, shape, DTYPES[recipe.train.dtype], self.device, recipe.quantization)
 
     def _log_to_file(self) -> None:
         if self.first_rank:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
+import pytest
 import torch
 
 from mok import recipe as recipes
@@ -35,13 +37,16 @@ SMALL = (
 
 
 class Sequences:
-    """A loader whose sample i is a function of i. masked: samples whose targets are all ignored."""
+    """A loader whose sample i is a function of i. masked: samples whose targets are all ignored. token_of_lane: the only
+    token of each lane of a step."""
 
-    def __init__(self, length: int, masked: tuple[int, ...] = ()) -> None:
-        self.length, self.masked = length, masked
+    def __init__(self, length: int, masked: tuple[int, ...] = (), token_of_lane: tuple[int, ...] = ()) -> None:
+        self.length, self.masked, self.token_of_lane = length, masked, token_of_lane
 
     def sequence(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         ids = torch.randint(0, VOCABULARY, (self.length + 1,), generator=torch.Generator().manual_seed(index))
+        if self.token_of_lane:
+            ids[:] = self.token_of_lane[index % 16 // 4]
         targets = ids[1:].clone()
         if index in self.masked:
             targets[:] = IGNORED
@@ -56,6 +61,7 @@ class Work:
     changes: tuple[str, ...] = ()
     steps: int = 2
     masked: tuple[int, ...] = ()
+    token_of_lane: tuple[int, ...] = ()
 
 
 def recipe_of(work: Work) -> Recipe:
@@ -75,7 +81,7 @@ def train_recipe(recipe: Recipe, rank: int, work: Work) -> dict:
     layout = Layout(Grid.of(recipe), *work.layout, rank)
     ranks = OneRank(layout) if layout.world_size == 1 else assemble(layout, device, 60.0)
     state = TrainState(recipe, VOCABULARY, ranks, device)
-    batches = Batches(Sequences(recipe.train.sequence_length, work.masked), layout.grid)
+    batches = Batches(Sequences(recipe.train.sequence_length, work.masked, work.token_of_lane), layout.grid)
     reports = [train_step(state, batches) for _ in range(work.steps)]
     found = {
         "sha": state.state_sha256(),
@@ -115,6 +121,8 @@ def test_two_ranks() -> None:
                 (1, 2), ("model.tie_embeddings=true", "moe.num_shared_experts=1", "train.dtype=bf16", "optim.moment_dtype=bf16")
             ),
             Work((2, 1), ("moe.score=sigmoid", "moe.correction_bias=true", "train.recompute=blocks", "moe.recompute=all")),
+            # Replicas that have one token each, and so other experts: those of the other get zeros from here.
+            Work((2, 1), ("moe.top_k=1",), token_of_lane=(3, 9, 3, 9)),
             # A rank whose labels are all ignored, in every step.
             Work((2, 1), masked=tuple(step * 16 + i for step in range(2) for i in (0, 1, 2, 3, 8, 9, 10, 11))),
             Work((1, 2), ("distributed.segment=2", "distributed.slices_per_call=2")),
@@ -135,6 +143,35 @@ def test_four_ranks() -> None:
             Work((1, 4), ("moe.force_routing=one-hot", "moe.top_k=1")),
         ]
     )
+
+
+def with_made_up_gradients(rank: int, world_size: int) -> tuple[float, float]:
+    """(gradient norm, the first moment's change per unit of gradient) where the experts of rank r have the sum of squares
+    (20, 100)[r] and nothing else has a gradient."""
+    recipe = recipe_of(Work(changes=("optim.clip_norm=1.0",)))
+    ranks = assemble(Layout(Grid.of(recipe), 1, 2, rank), torch.device("cpu"), 60.0)
+    state = TrainState(recipe, VOCABULARY, ranks, torch.device("cpu"))
+    batches = Batches(Sequences(recipe.train.sequence_length), ranks.layout.grid)
+
+    def made_up(exchange: object) -> None:
+        for grads in state.store.grads:
+            grads.zero_()
+        state.places[name].kept[0] = math.sqrt((20.0, 100.0)[rank])
+
+    name = f"grad:model.layers.0.mlp.experts.{4 * rank}.up_proj.weight"
+    state.store.finish = made_up
+    report = train_step(state, batches)
+    ranks.watch.stop()
+    moment = state.places[name.replace("grad:", "exp_avg:")].kept[0]
+    return report.grad_norm, float(moment / state.places[name].kept[0])
+
+
+def test_experts_of_all_ranks_make_one_norm_and_are_scaled_alike() -> None:
+    """Not the mean over ranks, not a norm for each group."""
+    beta1 = recipe_of(Work()).optim.beta1
+    for norm, factor in run_distributed(with_made_up_gradients, 2):
+        assert norm == pytest.approx(math.sqrt(120.0), rel=1e-6)
+        assert factor == pytest.approx((1 - beta1) / math.sqrt(120.0), rel=1e-5)
 
 
 def kept_bytes(rank: int, world_size: int, layout: tuple[int, int]) -> dict[str, int]:

@@ -34,6 +34,7 @@ def test_lines_metrics_and_files_of_a_run(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert metrics[5]["train/loss"] < metrics[0]["train/loss"]
     assert {"environment.json", "recipe.toml", "train.log", "samples.jsonl", "tokenizer.json"} <= set(os.listdir(folder))
+    assert json.loads((folder / "environment.json").read_text())["kernels"] == {"backend": "torch"}
     assert sorted(os.listdir(folder / "checkpoints")) == ["latest", "step_000004", "step_000006"]
     assert [json.loads(line)["step"] for line in (folder / "samples.jsonl").read_text().splitlines()] == [3, 6]
     saved = checkpoint.latest(folder / "checkpoints")
