@@ -125,8 +125,8 @@ def _report(
     from mok.topology.advice import advise
     from mok.topology.findings import findings
     from mok.topology.gate import unmet
-    from mok.topology.report import summary
     from mok.topology.snapshot import save as save_snapshot
+    from mok.topology.summary import summary
     from mok_cli.topology_tables import show
 
     advice = advise(topology, layer, ep) if layer is not None else None

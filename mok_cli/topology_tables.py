@@ -19,7 +19,7 @@ from mok.topology.fabric import judge
 from mok.topology.findings import Finding
 from mok.topology.measure.plan import METHODS
 from mok.topology.model import Gpu, Host, Topology
-from mok.topology.report import measured_rows
+from mok.topology.speeds import measured_rows
 
 if TYPE_CHECKING:
     from rich.console import Console

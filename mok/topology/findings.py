@@ -13,7 +13,7 @@ from mok.topology.domains import multi_host_obstacle
 from mok.topology.fabric import judge
 from mok.topology.model import Gpu, Host, Topology
 from mok.topology.probe import reason_for_no_gpu
-from mok.topology.report import outliers
+from mok.topology.speeds import outliers
 from mok.topology.sysfs import cpu_set
 
 __all__ = ["Finding", "findings"]

@@ -1,6 +1,6 @@
 """Records of what `--measure` found: raw figures and whether the data arrived.
 
-Owns only records; `measure/` makes them, `report.py` sets them against the nominal figures. Ranks are those of
+Owns only records; `measure/` makes them, `speeds.py` sets them against the nominal figures. Ranks are those of
 `Topology.places()`.
 """
 

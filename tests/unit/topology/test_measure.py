@@ -16,7 +16,7 @@ from mok.topology import advise, findings, unmet
 from mok.topology.measure.plan import METHODS, ROUTINGS, busiest_bytes, make_plan, rows_between
 from mok.topology.measure.watch import measure
 from mok.topology.model import Topology
-from mok.topology.report import measured_rows, outliers
+from mok.topology.speeds import measured_rows, outliers
 from tests.unit.topology.machines import h100_box, pcie_box
 from tests.unit.topology.made_up_gpus import KIMI, MadeUpGpus, result
 

@@ -13,8 +13,8 @@ from mok.errors import UsageError
 from mok.shapes import LAYER_SHAPES
 from mok.topology import Topology, advise, findings
 from mok.topology.measurement import Exchange, Measurement, Transfer
-from mok.topology.report import summary
 from mok.topology.snapshot import load, save, to_document
+from mok.topology.summary import summary
 from tests.unit.topology.machines import FIXTURES, MACHINES, golden_text, h100_box
 
 SNAPSHOTS = sorted(FIXTURES.glob("*.json"))

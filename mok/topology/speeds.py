@@ -8,20 +8,13 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mok.topology.domains import domains
-from mok.topology.fabric import decode_health, judge
 from mok.topology.measurement import Transfer
 from mok.topology.model import Topology
-from mok.topology.probe import reason_for_no_gpu
-from mok.topology.snapshot import to_document
 
-if TYPE_CHECKING:
-    from mok.topology.advice import Advice
-    from mok.topology.findings import Finding
-
-__all__ = ["OUTLIER_SHARE", "link_between", "measured_rows", "nominal_gb_per_s", "outliers", "summary"]
+__all__ = ["OUTLIER_SHARE", "link_between", "measured_rows", "nominal_gb_per_s", "outliers"]
 
 OUTLIER_SHARE = 0.85
 """A pair is an outlier below this share of the median of pairs with the same letters and method."""
@@ -71,45 +64,6 @@ def outliers(topology: Topology) -> list[tuple[Transfer, float]]:
         if len(group) >= 3:
             found += [(t, usual) for t in group if t.gb_per_s is not None and t.gb_per_s < OUTLIER_SHARE * usual]
     return found
-
-
-def summary(
-    topology: Topology,
-    found: list[Finding],
-    advice: Advice | None,
-    require: str | None,
-    expect_gpus: int | None,
-    missing: str,
-) -> dict[str, Any]:
-    """The `--json` report: the snapshot, and everything derived from it. docs/topology.md lists the keys."""
-    rank_of = {(place.host, place.gpu): place.rank for place in reversed(topology.places())}
-    return {
-        **to_document(topology),
-        "gpus": [
-            {
-                "rank": rank_of.get((h, g)),
-                "host": host.name,
-                "label": gpu.label,
-                "ordinal": gpu.ordinal,
-                "visible": gpu.visible,
-                "uuid": gpu.uuid,
-                "bus_id": gpu.bus_id,
-                "nvlinks": None if gpu.links_up is None else f"{gpu.links_up}/{gpu.links_total or '?'}",
-                "nvlink_gb_per_s": gpu.nvlink_gb_per_s,
-                "fabric": judge(gpu.fabric).words,
-                "fabric_health": decode_health(gpu.fabric.health_mask) if gpu.fabric.health_mask else {},
-            }
-            for h, host in enumerate(topology.hosts)
-            for g, gpu in enumerate(host.gpus)
-        ],
-        "no_gpu_reason": "; ".join(filter(None, map(reason_for_no_gpu, topology.hosts))),
-        "gpus_per_host": {host.name: sum(gpu.visible for gpu in host.gpus) for host in topology.hosts},
-        "domains": [{**dataclasses.asdict(domain), "size": domain.size} for domain in domains(topology)],
-        "findings": [dataclasses.asdict(finding) for finding in found],
-        "measured": measured_rows(topology),
-        "advice": None if advice is None else dataclasses.asdict(advice),
-        "requirement": {"require": require, "expect_gpus": expect_gpus, "unmet": missing},
-    }
 
 
 def measured_rows(topology: Topology) -> list[dict[str, Any]]:
