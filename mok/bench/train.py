@@ -318,6 +318,5 @@ def _serve(pipe: Connection, kind: str, recipe: Recipe, vocab_size: int, device:
 
 def _digest(tensors: dict[str, Tensor]) -> str:
     digester = Digester()
-    for name, tensor in tensors.items():
-        digester.add(name, tensor)
+    digester.add(tensors)
     return str(sorted(digester.finish().items()))

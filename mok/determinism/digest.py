@@ -11,7 +11,8 @@ Read next: `mok/determinism/trace.py`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 
 import torch
 
@@ -21,6 +22,7 @@ __all__ = ["Digester", "bytes_of", "digest", "digest_of_state", "mix128", "mix12
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 MULTIPLIER_2 = 0x94D049BB133111EB
 INCREMENTS = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)
+WORD = (1 << 64) - 1
 WORDS_PER_PROGRAM = 4096
 
 
@@ -32,13 +34,18 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def header_of(tensor: torch.Tensor) -> str:
     """dtype and shape as text, such as "float32[2, 3]"."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    return _header(tensor.dtype, tensor.shape)
+
+
+@cache
+def _header(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def digest(tensor: torch.Tensor) -> str:
     """Digest of one tensor as text: "sha256:..." on the CPU, "mix128:..." on a GPU (waits for the GPU)."""
     digester = Digester()
-    digester.add("", tensor)
+    digester.add({"": tensor})
     return digester.finish()[""]
 
 
@@ -55,32 +62,41 @@ class Digester:
 
     def __init__(self) -> None:
         self._done: dict[str, str] = {}
-        self._waiting: dict[str, tuple[str, torch.Tensor]] = {}
+        self._waiting: list[tuple[list[str], list[str], torch.Tensor]] = []
+        self._waiting_names: set[str] = set()
         self.num_bytes = 0
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Note the bytes that `tensor` has now; later changes to it do not matter. A second tensor of one name is an error."""
-        if name in self._done or name in self._waiting:
-            raise ValueError(f"two tensors are called {name!r} in one record; every tensor needs its own name")
-        content = bytes_of(tensor)
-        self.num_bytes += content.numel()
-        header = header_of(tensor)
-        if content.device.type == "cpu":
-            sha = hashlib.sha256(header.encode())
-            sha.update(content.numpy().data)
-            self._done[name] = f"sha256:{sha.hexdigest()}"
-        else:
-            self._waiting[name] = header, mix128(content)
+    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Note the bytes that `tensors` have now; later changes to them do not matter. A second tensor of one name is an error.
+        Those on a GPU take one launch together."""
+        if used := next((name for name in tensors if name in self._done or name in self._waiting_names), None):
+            raise ValueError(f"two tensors are called {used!r} in one record; every tensor needs its own name")
+        on_device: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            if tensor.device.type == "cpu":
+                content = bytes_of(tensor)
+                self.num_bytes += content.numel()
+                sha = hashlib.sha256(header_of(tensor).encode())
+                sha.update(content.numpy().data)
+                self._done[name] = f"sha256:{sha.hexdigest()}"
+            else:
+                on_device[name] = tensor
+                self.num_bytes += tensor.nbytes
+        if on_device:
+            headers = [header_of(tensor) for tensor in on_device.values()]
+            self._waiting.append((list(on_device), headers, mix128(list(on_device.values()))))
+            self._waiting_names.update(on_device)
 
     def finish(self) -> dict[str, str]:
         """name -> digest of everything added since the last `finish`."""
         done, waiting = self._done, self._waiting
-        self._done, self._waiting = {}, {}
+        self._done, self._waiting, self._waiting_names = {}, [], set()
         if waiting:
-            found = torch.stack([sums for _, sums in waiting.values()]).tolist()
-            for (name, (header, _)), sums in zip(waiting.items(), found, strict=True):
-                words = "".join(f"{word & (1 << 64) - 1:016x}" for word in sums)
-                done[name] = f"mix128:{hashlib.sha256(f'{header}{words}'.encode()).hexdigest()}"
+            found = torch.cat([sums for _, _, sums in waiting]).tolist()
+            names = [name for part, _, _ in waiting for name in part]
+            headers = [header for _, part, _ in waiting for header in part]
+            for name, header, (first, second) in zip(names, headers, found, strict=True):
+                done[name] = f"mix128:{header}:{first & WORD:016x}{second & WORD:016x}"
         return done
 
 
@@ -94,18 +110,33 @@ def words_of(content: torch.Tensor) -> torch.Tensor:
     return content.view(torch.int32)
 
 
-def mix128(content: torch.Tensor) -> torch.Tensor:
-    """uint8 [n] on a GPU -> int64 [2] there, without waiting. One pass over memory; computes `mix128_torch`."""
-    import triton
-
+def mix128(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Any tensors of one GPU -> int64 [tensors, 2] there, in one launch and one pass over memory, without waiting. Each row is
+    what `mix128_torch` computes of the bytes."""
     from mok.kernels.digest import mix_words
 
-    words = words_of(content)
-    num_programs = max(triton.cdiv(words.numel(), WORDS_PER_PROGRAM), 1)
-    parts = torch.zeros(num_programs, 2, dtype=torch.int64, device=content.device)
-    if words.numel():
-        mix_words[(num_programs,)](words, parts, words.numel(), BLOCK=WORDS_PER_PROGRAM)
-    return finish_mix(parts, content.numel())
+    # What is not contiguous words of 32 bits is copied; the copies live until the launch is queued.
+    plain = [tensor if _is_words(tensor) else words_of(bytes_of(tensor)) for tensor in tensors]
+    num_bytes = torch.tensor([tensor.nbytes for tensor in tensors])
+    num_words = -(-num_bytes // 4)
+    num_programs = -(-num_words // WORDS_PER_PROGRAM)
+    addresses = torch.tensor([tensor.data_ptr() for tensor in plain])
+    last_program = num_programs.cumsum(0)
+    table = torch.stack([addresses, num_words, last_program - num_programs, num_programs, num_bytes])
+    total = int(last_program[-1])
+    table = table.to(tensors[0].device, non_blocking=True)
+    sums = torch.zeros(len(plain), 2, dtype=torch.int64, device=table.device)
+    if total:
+        owners = torch.arange(len(plain), dtype=torch.int32, device=table.device)
+        owner_of_program = owners.repeat_interleave(table[3], output_size=total)
+        mix_words[(total,)](table[0], table[1], table[2], owner_of_program, sums, BLOCK=WORDS_PER_PROGRAM)
+    return sums + table[4].unsqueeze(1)
+
+
+def _is_words(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor, as it is, is a row of whole 32-bit words that start on a word."""
+    lazy = tensor.is_complex() or tensor.is_neg()
+    return tensor.is_contiguous() and not lazy and not tensor.nbytes % 4 and not tensor.data_ptr() % 4
 
 
 def mix128_torch(content: torch.Tensor) -> torch.Tensor:
@@ -116,13 +147,8 @@ def mix128_torch(content: torch.Tensor) -> torch.Tensor:
     words = words_of(content)
     position = torch.arange(words.numel(), dtype=torch.int64, device=content.device)
     keyed = (position << 32) + (words.to(torch.int64) & 0xFFFFFFFF)
-    parts = torch.stack([mix(keyed + signed(increment)).sum() for increment in INCREMENTS])
-    return finish_mix(parts[None], content.numel())
-
-
-def finish_mix(parts: torch.Tensor, num_bytes: int) -> torch.Tensor:
-    """[programs, 2] -> [2]; the length enters here because zero padding would hide it."""
-    return parts.sum(0) + num_bytes
+    # The length is added because zero padding would hide it.
+    return torch.stack([mix(keyed + signed(increment)).sum() for increment in INCREMENTS]) + content.numel()
 
 
 def mix(z: torch.Tensor) -> torch.Tensor:

@@ -52,19 +52,17 @@ class StepObserver:
         for layer, counts in enumerate(report.counts_LE):
             self._recorder.see("router", f"counts of MoE layer {layer}", torch.tensor(counts))
         self._recorder.see("forward", "loss", torch.tensor(report.loss, dtype=torch.float64))
-        for name, tensor in gradients.items():
-            self._recorder.see("reduce", name, tensor)
+        self._recorder.see_all("reduce", gradients)
         self._recorder.see("reduce", "gradient norm", torch.tensor(report.grad_norm, dtype=torch.float64))
 
     def updated(self, tensors: Mapping[str, Tensor]) -> None:
-        for name, tensor in tensors.items():
-            self._recorder.see("optimizer", name, tensor)
+        self._recorder.see_all("optimizer", tensors)
         self._recorder.end()
 
     def _see(self, phase: str, name: str, values: Tensor) -> None:
         """Record each of this call's slices of `values`, whose first dim holds them one after the other."""
-        for index, part in zip(self._slices, values.chunk(len(self._slices)), strict=True):
-            self._recorder.see(phase, f"{name}[slice {index}]", part)
+        parts = zip(self._slices, values.chunk(len(self._slices)), strict=True)
+        self._recorder.see_all(phase, {f"{name}[slice {index}]": part for index, part in parts})
 
     def _routes_hook(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, routes: Any) -> None:

@@ -9,7 +9,7 @@ by several ranks must have one digest. Read next: `mok/determinism/compare.py` a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -92,7 +92,7 @@ def first_divergence(left: Trace, right: Trace) -> Divergence | None:
 class Recorder:
     """Records one rank's tensors. Costs one digest per tensor; nothing on a GPU is waited for before the end of a step.
 
-    sink: text file that gets one JSON line per step, or None to keep nothing.
+    sink: text file that gets one JSON line per step; None to keep everything in `trace` instead.
     watchers: called as watcher(key, tensor) before the digest is taken. One may change the tensor in place: that is how a
         fault is planted where it is also recorded.
     activations: whether `see` is wanted for the output of every block, see `wants_activations`.
@@ -110,41 +110,45 @@ class Recorder:
         self.wants_activations = activations
         self._sink, self._rank, self._watchers = sink, rank, tuple(watchers)
         self._digester = Digester()
-        self._keys: dict[str, Key] = {}
         self.step = 0
 
     def begin(self, step: int) -> None:
         """The tensors that follow belong to `step`."""
         self.step = step
 
-    @torch.no_grad()
     def see(self, phase: str, name: str, tensor: torch.Tensor) -> None:
         """Record what `tensor` holds now."""
+        self.see_all(phase, {name: tensor})
+
+    @torch.no_grad()
+    def see_all(self, phase: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Record what each of `tensors` holds now, on a GPU in one launch."""
         if phase not in PHASES:
             raise ValueError(f"phase {phase!r}: must be one of {', '.join(PHASES)}")
-        key = Key(self.step, phase, name)
-        for watcher in self._watchers:
-            watcher(key, tensor)
-        label = f"{phase}/{name}"
-        self._digester.add(label, tensor)
-        self._keys[label] = key
+        if self._watchers:
+            for name, tensor in tensors.items():
+                for watcher in self._watchers:
+                    watcher(Key(self.step, phase, name), tensor)
+        self._digester.add({f"{phase}/{name}": tensor for name, tensor in tensors.items()})
 
     def end(self) -> None:
-        """Close the step: collect its digests and write them. Nothing is written if nothing was seen."""
-        if not self._keys:
+        """Close the step: collect its digests and keep or write them. Nothing is written if nothing was seen."""
+        by_phase: dict[str, dict[str, str]] = {}
+        for label, digest in self._digester.finish().items():
+            phase, _, name = label.partition("/")
+            by_phase.setdefault(phase, {})[name] = digest
+        num_bytes, self._digester.num_bytes = self._digester.num_bytes, 0
+        if not by_phase:
             return
-        digests = self._digester.finish()
-        for label, key in self._keys.items():
-            self.trace.add(key, digests[label])
-        self.trace.num_bytes, num_bytes = self._digester.num_bytes, self._digester.num_bytes - self.trace.num_bytes
         if self._sink is not None:
-            by_phase: dict[str, dict[str, str]] = {}
-            for label, key in self._keys.items():
-                by_phase.setdefault(key.phase, {})[key.name] = digests[label]
             line = {"step": self.step, "rank": self._rank, "bytes": num_bytes, "digests": by_phase}
             self._sink.write(json.dumps(line) + "\n")
             self._sink.flush()
-        self._keys = {}
+            return
+        self.trace.num_bytes += num_bytes
+        for phase, digests in by_phase.items():
+            for name, digest in digests.items():
+                self.trace.add(Key(self.step, phase, name), digest)
 
 
 def read_trace(folder: Path) -> Trace:

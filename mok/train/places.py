@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ class Place:
         kept = flat_shard[low - bank.shard.start : high - bank.shard.start] if low < high else flat_shard[:0]
         return cls(shape, kept, low - start, bank, start)
 
-    @property
+    @cached_property
     def is_shared(self) -> bool:
         """Whether several ranks keep parts of it."""
         if self.bank is None:
@@ -48,7 +49,7 @@ class Place:
         size = self.bank.shard_size
         return self.start // size != (self.start + self.shape.numel() - 1) // size
 
-    @property
+    @cached_property
     def speaks(self) -> bool:
         """Whether this rank speaks for the tensor where one is enough: it has it, or keeps its first element."""
         return self.first == 0 and self.kept.numel() > 0
@@ -57,10 +58,14 @@ class Place:
         """Set what is kept here from the whole tensor."""
         self.kept.copy_(value.reshape(-1)[self.first : self.first + self.kept.numel()])
 
+    @cached_property
+    def _view(self) -> Tensor:
+        return self.kept.view(self.shape)
+
     def whole(self, exchange: Exchange | None) -> Tensor:
         """The tensor: a view where this rank keeps all of it, else put together by all ranks that have the bank."""
         if not self.is_shared:
-            return self.kept.view(self.shape)
+            return self._view
         assert self.bank is not None and exchange is not None
         values = torch.empty(self.shape.numel(), dtype=self.kept.dtype, device=self.kept.device)
         values[self.first : self.first + self.kept.numel()] = self.kept

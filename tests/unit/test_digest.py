@@ -39,11 +39,11 @@ def test_dtype_and_shape_count_and_strides_do_not() -> None:
 def test_a_name_is_used_once_and_later_changes_do_not_matter() -> None:
     digester = Digester()
     x = torch.zeros(4)
-    digester.add("x", x)
+    digester.add({"x": x})
     before = digest(x)
     x += 1
     with pytest.raises(ValueError, match="two tensors are called 'x'"):
-        digester.add("x", x)
+        digester.add({"x": x})
     assert digester.finish() == {"x": before}
     assert digester.finish() == {}
 
@@ -52,11 +52,12 @@ def test_triton_digest_equals_its_torch_description() -> None:
     """In Triton's interpreter, in its own process: the interpreter is chosen when triton is imported."""
     program = """
 import torch
-from mok.determinism.digest import mix128, mix128_torch
-for num_bytes in (0, 1, 3, 4, 5, 16384, 16391, 70001):
-    content = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
-    assert torch.equal(mix128(content), mix128_torch(content)), num_bytes
-assert torch.equal(mix128(content[1:]), mix128_torch(content[1:].clone()))
+from mok.determinism.digest import bytes_of, mix128, mix128_torch
+contents = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (0, 1, 3, 4, 5, 16384, 16391, 70001)]
+contents += [contents[-1][1:], contents[-1][::2], contents[-1][:69996].view(torch.float32).view(57, 307).t()]
+expected = torch.stack([mix128_torch(bytes_of(content).clone()) for content in contents])
+assert torch.equal(mix128(contents), expected)
+assert torch.equal(mix128(contents[:1]), expected[:1])
 """
     subprocess.run([sys.executable, "-c", program], env={**os.environ, "TRITON_INTERPRET": "1"}, check=True, timeout=120)
 
@@ -66,5 +67,6 @@ assert torch.equal(mix128(content[1:]), mix128_torch(content[1:].clone()))
 def test_gpu_digest_equals_its_torch_description() -> None:
     from mok.determinism.digest import mix128
 
-    content = torch.randint(0, 256, (100_003,), dtype=torch.uint8)
-    assert torch.equal(mix128(content.cuda()).cpu(), mix128_torch(content))
+    contents = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (100_003, 0, 64)]
+    expected = torch.stack([mix128_torch(content) for content in contents])
+    assert torch.equal(mix128([content.cuda() for content in contents]).cpu(), expected)
