@@ -320,8 +320,11 @@ class Run:
         recipe = self.recipe
         if recipe.model.num_dense_layers == recipe.model.num_layers:
             return {}
-        shape = replace(shapes.layer_shape(recipe), ranks=self.ranks.layout.ep)
-        return kernel_choices(recipe.moe.backend, shape, DTYPES[recipe.train.dtype], self.device, recipe.quantization)
+        layout = self.ranks.layout
+        shape = replace(shapes.layer_shape(recipe), ranks=layout.ep)
+        slices = recipe.distributed.slices_per_call or layout.fewest_slices_per_call
+        tokens = slices * layout.grid.slice_sequences * recipe.train.sequence_length
+        return kernel_choices(recipe.moe.backend, shape, DTYPES[recipe.train.dtype], self.device, recipe.quantization, tokens)
 
     def _log_to_file(self) -> None:
         if self.first_rank:
