@@ -205,14 +205,15 @@ def launch(module: str, arguments: Sequence[str], nproc: int) -> int:
     """Run `python -m MODULE ARGUMENTS` as `nproc` ranks of this machine under torch elastic; returns the exit code for all.
 
     A rank that ends with an error ends the others. Raises RankError if one was ended by a signal from outside, and Interrupted
-    if they all stopped in good order after Ctrl-C or SIGTERM.
+    if this process was asked to stop by Ctrl-C or SIGTERM and let the ranks stop in good order.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # Its tracebacks and signal reports would bury the ranks' own first line.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # Its tracebacks and signal reports would bury the ranks' own first line. Each of its modules has a level of its own.
+    for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -234,7 +235,7 @@ def launch(module: str, arguments: Sequence[str], nproc: int) -> int:
         failures = sorted(failed.failures.items(), key=lambda item: item[1].timestamp)
         codes = [failure.exitcode for _, failure in failures]
         if Interrupted.exit_code in codes:
-            raise Interrupted("stopped after saving") from None
+            return Interrupted.exit_code  # rank 0 has said what was saved
         reported = next((code for code in codes if code > 0), None)
         if reported is None:
             rank, failure = failures[0]
