@@ -22,7 +22,6 @@ from safetensors.torch import save_file
 from mok import recipe as recipes
 from mok.config import Recipe
 from mok.determinism.axes import Arm
-from mok.determinism.digest import digest
 from mok.determinism.faults import Flip, flip_bit, jitter, misalign, parse_injection, swap_order
 from mok.determinism.fingerprint import fingerprint
 from mok.determinism.layer import LAYER_CHECKS
@@ -54,10 +53,10 @@ class Keeper:
         self._path, self._expected, self._wanted = path, expected, wanted
         self._done = False
 
-    def __call__(self, key: Key, tensor: torch.Tensor) -> None:
+    def __call__(self, key: Key, tensor: torch.Tensor, digest: str) -> None:
         if self._done:
             return
-        if key == self._wanted or (self._expected is not None and self._expected.records.get(key) != digest(tensor)):
+        if key == self._wanted or (self._expected is not None and self._expected.records.get(key) != digest):
             self._done = True
             self._path.parent.mkdir(exist_ok=True)
             place = {"step": str(key.step), "phase": key.phase, "name": key.name}
@@ -128,12 +127,13 @@ def train(spec: dict[str, Any], arm: Arm, recipe: Recipe, folder: Path) -> None:
         watchers: list[Callable[[Key, torch.Tensor], None]] = [flipper] if flipper else []
         if arm.jitter:
             watchers.append(jitter(JITTER_S, JITTER_SHARE))
+        checks = []
         if expected is not None or wanted is not None:
-            watchers.append(Keeper(folder / "kept" / f"rank_{layout.rank:05d}.safetensors", expected, wanted))
+            checks.append(Keeper(folder / "kept" / f"rank_{layout.rank:05d}.safetensors", expected, wanted))
         traces = folder / "trace"
         traces.mkdir(exist_ok=True)
         with (traces / f"rank_{layout.rank:05d}.jsonl").open("a", encoding="utf-8") as sink:
-            recorder = Recorder(sink, rank=layout.rank, activations=spec["activations"], watchers=watchers)
+            recorder = Recorder(sink, rank=layout.rank, activations=spec["activations"], watchers=watchers, checks=checks)
             run.observer = UntilObserver(recorder, run.state.model, spec["until"])
             try:
                 metrics = run.train()

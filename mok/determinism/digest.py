@@ -87,17 +87,21 @@ class Digester:
             self._waiting.append((list(on_device), headers, mix128(list(on_device.values()))))
             self._waiting_names.update(on_device)
 
-    def finish(self) -> dict[str, str]:
-        """name -> digest of everything added since the last `finish`."""
-        done, waiting = self._done, self._waiting
-        self._done, self._waiting, self._waiting_names = {}, [], set()
-        if waiting:
-            found = torch.cat([sums for _, _, sums in waiting]).tolist()
-            names = [name for part, _, _ in waiting for name in part]
-            headers = [header for _, part, _ in waiting for header in part]
+    def known(self) -> dict[str, str]:
+        """name -> digest of everything added since the last `finish`; waits for the device."""
+        if self._waiting:
+            found = torch.cat([sums for _, _, sums in self._waiting]).tolist()
+            names = [name for part, _, _ in self._waiting for name in part]
+            headers = [header for _, part, _ in self._waiting for header in part]
             for name, header, (first, second) in zip(names, headers, found, strict=True):
-                done[name] = f"mix128:{header}:{first & WORD:016x}{second & WORD:016x}"
-        return done
+                self._done[name] = f"mix128:{header}:{first & WORD:016x}{second & WORD:016x}"
+            self._waiting, self._waiting_names = [], set()
+        return self._done
+
+    def finish(self) -> dict[str, str]:
+        """`known`, and nothing is known afterwards."""
+        found, self._done = self.known(), {}
+        return found
 
 
 def words_of(content: torch.Tensor) -> torch.Tensor:

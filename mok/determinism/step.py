@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from mok.determinism.compare import Difference, compare_tensors
-from mok.determinism.digest import digest
 from mok.determinism.faults import Flip, flip_bit
 from mok.determinism.fingerprint import fingerprint, prepare_cuda
 from mok.determinism.operations import OperationTrace, first_operation
@@ -148,15 +147,18 @@ def run_once(
     this step, the last one that is run."""
     found = Run(Trace())
 
-    def watch(key: Key, tensor: torch.Tensor) -> None:
+    def plant(key: Key, tensor: torch.Tensor) -> None:
         if fault is not None and (key.step, key.name) == (fault.step, fault.name):
             flip_bit(tensor, fault.bit)
+
+    def check(key: Key, tensor: torch.Tensor, digest: str) -> None:
         if found.kept is not None:
             return
-        if key == keep or (expected is not None and expected.records.get(key) != digest(tensor)):
+        if key == keep or (expected is not None and expected.records.get(key) != digest):
             found.kept = tensor.detach().clone()
 
-    recorder = Recorder(activations=activations, watchers=[watch])
+    checks = [] if keep is None and expected is None else [check]
+    recorder = Recorder(activations=activations, watchers=[] if fault is None else [plant], checks=checks)
     torch.manual_seed(seed)
     module, step = build()
     hooks = activation_hooks(module, recorder) if activations else []

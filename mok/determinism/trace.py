@@ -95,6 +95,7 @@ class Recorder:
     sink: text file that gets one JSON line per step; None to keep everything in `trace` instead.
     watchers: called as watcher(key, tensor) before the digest is taken. One may change the tensor in place: that is how a
         fault is planted where it is also recorded.
+    checks: called as check(key, tensor, digest) afterwards; with one, a GPU is waited for at every tensor.
     activations: whether `see` is wanted for the output of every block, see `wants_activations`.
     """
 
@@ -105,10 +106,11 @@ class Recorder:
         rank: int = 0,
         activations: bool = False,
         watchers: Iterable[Callable[[Key, torch.Tensor], None]] = (),
+        checks: Iterable[Callable[[Key, torch.Tensor, str], None]] = (),
     ) -> None:
         self.trace = Trace()
         self.wants_activations = activations
-        self._sink, self._rank, self._watchers = sink, rank, tuple(watchers)
+        self._sink, self._rank, self._watchers, self._checks = sink, rank, tuple(watchers), tuple(checks)
         self._digester = Digester()
         self.step = 0
 
@@ -129,7 +131,13 @@ class Recorder:
             for name, tensor in tensors.items():
                 for watcher in self._watchers:
                     watcher(Key(self.step, phase, name), tensor)
-        self._digester.add({f"{phase}/{name}": tensor for name, tensor in tensors.items()})
+        labelled = {f"{phase}/{name}": tensor for name, tensor in tensors.items()}
+        self._digester.add(labelled)
+        if self._checks:
+            digests = self._digester.known()
+            for name, (label, tensor) in zip(tensors, labelled.items(), strict=True):
+                for check in self._checks:
+                    check(Key(self.step, phase, name), tensor, digests[label])
 
     def end(self) -> None:
         """Close the step: collect its digests and keep or write them. Nothing is written if nothing was seen."""
