@@ -134,17 +134,21 @@ def train(spec: dict[str, Any], arm: Arm, recipe: Recipe, folder: Path) -> None:
         traces.mkdir(exist_ok=True)
         with (traces / f"rank_{layout.rank:05d}.jsonl").open("a", encoding="utf-8") as sink:
             recorder = Recorder(sink, rank=layout.rank, activations=spec["activations"], watchers=watchers, checks=checks)
-            run.observer = UntilObserver(recorder, run.state.model, spec["until"])
+            # An arm that is compared with another needs no evaluation and no checkpoint after its last step.
+            last = spec["until"] or (recipe.train.steps if spec["expected"] else 0)
+            run.observer = UntilObserver(recorder, run.state.model, last)
+            metrics: dict[str, Any] = {}
             try:
                 metrics = run.train()
             except EnoughError:
-                return
+                if spec["until"]:
+                    return
             finally:
                 recorder.end()  # of a step that a fault ended early
         if flipper is not None and not any(ranks.gather(flipper.done)):
             names = ", ".join(sorted(flipper.names)[:8])
             raise UsageError(f"--inject {arm.inject}: step {flipper_step(fault)} has no such tensor; it has {names}, ...")
-        if layout.rank == 0:
+        if layout.rank == 0 and metrics:
             write_json(folder / "fingerprint.json", fingerprint(device=device.type, kernels=run.kernels()))
             write_json(folder / "result.json", {"state_sha256": metrics["state_sha256"]})
 

@@ -95,7 +95,7 @@ class Recorder:
     sink: text file that gets one JSON line per step; None to keep everything in `trace` instead.
     watchers: called as watcher(key, tensor) before the digest is taken. One may change the tensor in place: that is how a
         fault is planted where it is also recorded.
-    checks: called as check(key, tensor, digest) afterwards; with one, a GPU is waited for at every tensor.
+    checks: called as check(key, tensor, digest) afterwards; with one, a GPU is waited for at every call.
     activations: whether `see` is wanted for the output of every block, see `wants_activations`.
     """
 

@@ -73,20 +73,21 @@ def test_a_resumed_trace_counts_each_step_once_and_drops_a_torn_line(tmp_path: P
         read_trace(tmp_path / "nowhere")
 
 
-def test_a_watcher_sees_the_live_tensor_before_its_digest_is_taken() -> None:
+def test_a_watcher_sees_the_live_tensor_before_its_digest_is_taken_and_a_check_its_digest() -> None:
     def flip(key: Key, tensor: torch.Tensor) -> None:
         if key.step == 2:
             tensor.view(torch.int32)[0] ^= 1
 
+    seen: list[str] = []
     sink = io.StringIO()
-    recorder = Recorder(sink, watchers=[flip])
+    recorder = Recorder(sink, watchers=[flip], checks=[lambda key, tensor, digest: seen.append(digest)])
     weight = torch.ones(1)
     for step in (1, 2):
         recorder.begin(step)
         recorder.see("optimizer", "w", weight)
         recorder.end()
     first, second = (json.loads(line)["digests"]["optimizer"]["w"] for line in sink.getvalue().splitlines())
-    assert first != second
+    assert first != second and seen == [first, second]
     assert weight.view(torch.int32).item() == torch.ones(1).view(torch.int32).item() ^ 1
 
 
