@@ -84,7 +84,8 @@ def test_many_kills(tmp_path: Path) -> None:
 
 def test_the_toy_recipe_is_killed_fifty_times(tmp_path: Path) -> None:
     """The shipped recipe as users start it, at full size, with a checkpoint every five steps."""
-    how = ["--set", "checkpoint.every=5", "--set", "checkpoint.keep_last=2", "--set", "log.every=1"]
+    settings = "checkpoint.every=5", "checkpoint.keep_last=2", "log.every=1", "train.threads=1"
+    how = [word for setting in settings for word in ("--set", setting)]
 
     def start(out: str, *resume: str) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-m", "mok_cli", "train", "toy", "--out", str(tmp_path / out), *how, *resume]
