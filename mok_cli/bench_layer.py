@@ -33,7 +33,10 @@ SLOWER = 1.1
     help="As train.dtype; peers of an 8-bit layer compute in bf16.",
 )
 @click.option("--backend", default="auto", show_default=True, help="Who computes our side, as moe.backend.")
-@click.option("--against", default="", metavar="NAME,...", help="Peers to time in the same run: torch, grouped_mm, hf.")
+@click.option(
+    "--against", default="", metavar="NAME,...", help="Peers: torch, grouped_mm, hf, torchtitan, scattermoe, sonicmoe."
+)
+@click.option("--recompute", default="none", show_default=True, metavar="NAME,...", help="Ours with none, activations, all.")
 @click.option("--calls", type=click.IntRange(min=2), default=24, show_default=True, help="Timed calls of each.")
 @click.option("--check/--no-check", default=True, show_default=True, help="Compare with float64 before timing.")
 @click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu or cuda.")
@@ -50,6 +53,7 @@ def layer(
     dtype: str,
     backend: str,
     against: str,
+    recompute: str,
     calls: int,
     check: bool,
     device: str,
@@ -60,8 +64,8 @@ def layer(
 ) -> None:
     """One layer of experts: forward, and forward with backward.
 
-    Expert ids and weights are given, so no router is timed; the plan of our kernels is. A result that is wrong ends the run
-    before any figure.
+    Expert ids and weights are given, so no router is timed; the plan of our kernels is. A result of ours that is wrong ends the
+    run before any figure. A peer that is not installed, fails or is wrong is left out, with a line that says why.
     """
     import dataclasses
 
@@ -86,14 +90,18 @@ def layer(
         device=place,
         dtype=torch.float32 if dtype == "fp32" else torch.bfloat16,
         quantization=Quantization(dtype) if dtype in FORMATS else None,
+        recompute=tuple(recompute.split(",")),
         calls=calls,
         report_row=lambda row: output.line(_line(row)),
+        say=output.line,
     )
     for row in report.rows:
         for name, ratio in row.ratio_to.items():
             output.line(f"{row.shape} {row.direction}: {row.name} is {ratio:.2f} times as fast as {name}")
+    for row in report.rows:
+        output.line(_steady_line(row))
     for name, (before, after) in report.environment["dense_tflops"].items():
-        output.line(f"{name}: a dense product ran at {before:.0f} TFLOP/s before and {after:.0f} after")
+        output.line(f"{name}: a dense product ran at {_rates(before)} TFLOP/s before, {_rates(after)} after (burst, steady)")
     rows = [dataclasses.asdict(row) for row in report.rows]
     output.report({"rows": rows, "environment": report.environment})
     if plot:
@@ -104,6 +112,8 @@ def layer(
         name, (layer_shape, count) = next(iter(problems.items()))
         Path(trace).write_text(json.dumps(trace_layer(name, layer_shape, count, routing, place)), encoding="utf-8")
         output.line(f"timeline of one forward and backward of {name}: {trace}")
+    if report.wrong:
+        raise CheckFailed("; ".join(report.wrong))
     if compare:
         _compare(rows, json.loads(Path(compare).read_text(encoding="utf-8"))["rows"], output)
 
@@ -137,6 +147,24 @@ def _line(row: LayerRow) -> str:
         f"{row.fraction_of_dense:>7.2f}{'yes' if row.bitwise_repeatable else 'NO':>9}{error:>9}"
         f"{mib(row.saved_bytes):>7}{mib(row.peak_bytes):>7}"
     )
+
+
+def _steady_line(row: LayerRow) -> str:
+    """What calls back to back reached, and what the card did meanwhile."""
+    if row.sustained_ms is None or row.fraction_of_sustained_dense is None:
+        return f"{row.shape} {row.name} {row.direction}: steady not measured"
+    card = ""
+    if row.sustained_clock_mhz is not None and row.sustained_power_w is not None and row.clock_mhz is not None:
+        card = (
+            f"; {row.clock_mhz:.0f} MHz in the burst, then {row.sustained_clock_mhz:.0f} MHz at {row.sustained_power_w:.0f} W"
+        )
+    steady = f"{row.sustained_ms:.3f} ms steady, {row.fraction_of_sustained_dense:.2f} of dense kept up as long"
+    return f"{row.shape} {row.name} {row.direction}: {steady}{card}"
+
+
+def _rates(rate: dict[str, float | None]) -> str:
+    sustained = rate["sustained"]
+    return f"{rate['burst']:.0f}, {'-' if sustained is None else f'{sustained:.0f}'}"
 
 
 def _plot(rows: Sequence[LayerRow], path: str) -> None:

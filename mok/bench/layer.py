@@ -1,8 +1,9 @@
 """One expert layer's speed, ours beside others' on the same tokens, routes and weights, after checking every result.
 
-Owns the shapes and routings that are timed, the float64 truth, the clock and the rows of the report. A contestant that is
-further from float64 than its bar is not timed. The router is not part of what is timed: ids and weights are given; our plan is.
-Knows nothing of the command line. Read next: `mok/bench/peers/layer.py`.
+Owns the shapes and routings that are timed, the float64 truth, the clock and the rows of the report. What is further from
+float64 than its bar is not timed: ours ends the run, a peer is left out with its reason, like one that fails or is not
+installed. The router is not part of what is timed: ids and weights are given; our plan is. Knows nothing of the command line.
+Read next: `mok/bench/peers/layer.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from torch.nn.functional import silu
 
 from mok.backends.quantization import Operand, round_rows, round_weight
 from mok.bench.peers import layer as peers
+from mok.bench.peers.absent import Absent
+from mok.bench.power import PowerMeter
 from mok.errors import CheckFailed
 from mok.quantization import Quantization
 from mok.shapes import LAYER_SHAPES, LayerShape
@@ -32,8 +35,9 @@ __all__ = [
     "Problem",
     "bench_layer",
     "call_of",
-    "check_results",
     "make_problem",
+    "make_truth",
+    "worst_error",
 ]
 
 ROUTINGS = ("balanced", "skewed", "one-hot")
@@ -92,7 +96,9 @@ class LayerRow:
     """One line of a report; None: not measured. direction: forward, or forward+backward.
 
     median_ms, spread_ms: of single calls in a burst, and the distance of the quartiles. sustained_ms: mean of calls back to
-    back for most of a second. saved_bytes: held between forward and backward; peak_bytes: above weights, inputs and gradients.
+    back for most of a second. clock_mhz, power_w: while the burst ran, and while the sustained calls did. fraction_of_dense:
+    against a dense product timed the same way before and after, burst against burst, sustained against sustained.
+    saved_bytes: held between forward and backward; peak_bytes: above weights, inputs and gradients.
     """
 
     name: str
@@ -102,21 +108,37 @@ class LayerRow:
     routing: str
     median_ms: float
     spread_ms: float
+    clock_mhz: float | None
+    power_w: float | None
     sustained_ms: float | None
+    sustained_clock_mhz: float | None
+    sustained_power_w: float | None
     tflops: float
-    fraction_of_dense: float
     tokens_per_s: float
     bitwise_repeatable: bool
     relative_error: float | None
     saved_bytes: int | None
     peak_bytes: int | None
+    fraction_of_dense: float = 0.0
+    fraction_of_sustained_dense: float | None = None
     ratio_to: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """A dense product timed like a layer, TFLOP/s: in a burst, and sustained."""
+
+    burst: float
+    sustained: float | None
 
 
 @dataclass
 class LayerReport:
+    """wrong: what was found of peers whose results were further off than they may be; they have no rows."""
+
     rows: list[LayerRow]
     environment: dict[str, Any]
+    wrong: list[str] = field(default_factory=list)
 
 
 def make_problem(
@@ -158,61 +180,134 @@ def bench_layer(
     device: torch.device,
     dtype: torch.dtype,
     quantization: Quantization | None = None,
+    recompute: tuple[str, ...] = ("none",),
     calls: int = 24,
     warmup: int = 6,
     sustain_s: float = 0.6,
     report_row: Callable[[LayerRow], None] = lambda row: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> LayerReport:
-    """Time our `backend` and each peer on each of `problems` (name -> shape, tokens), forward and forward+backward.
+    """Time our `backend`, once for each of `recompute`, and each peer on each of `problems` (name -> shape, tokens): forward,
+    and forward+backward.
 
-    against: names of `mok.bench.peers.layer.PEERS`. Raises UsageError for a peer that is unknown or not installed, CheckFailed
-    where a result is wrong, before any figure of that shape.
+    against: names of `mok.bench.peers.layer.PEERS`. A peer that is not installed, fails or is wrong is left out, which `say` is
+    told and the report's `environment["left_out"]` keeps. Raises UsageError for a peer that is unknown, CheckFailed where a
+    result of ours is wrong, before any figure of that shape.
     """
-    makers = {"mok": peers.mok_with(backend)} | {name: peers.find(name) for name in against}
+    makers = {"mok" if how == "none" else f"mok {how}": peers.mok_with(backend, how) for how in recompute}
+    makers |= {name: peers.find(name) for name in against}
     rows: list[LayerRow] = []
     clock = Clock(device, calls, warmup)
-    dense: dict[str, list[float]] = {}
+    dense: dict[str, list[Dense]] = {}
+    left_out: dict[str, str] = {}
+    wrong: list[str] = []
+
+    def leave_out(what: str, why: str) -> None:
+        left_out[what] = why
+        say(f"{what}: not measured, {why}")
+
     for name, (shape, tokens) in problems.items():
         problem = make_problem(name, shape, tokens, routing, device, dtype)
         problem.quantization = quantization
-        contestants = {who: make(problem) for who, make in makers.items()}
-        errors = check_results(problem, contestants) if check else {}
-        before = _dense_tflops(clock)
+        truth = make_truth(problem) if check else None
+        before = dense_rate(clock, sustain_s)
         found: list[LayerRow] = []
-        for who, contestant in contestants.items():
-            repeatable = _repeats(contestant, problem)
-            saved, peak = _memory(contestant, problem)
-            for direction in ("forward", "forward+backward"):
-                times = clock.burst(call_of(contestant, problem, direction))
-                median = statistics.median(times)
-                quartiles = statistics.quantiles(times, n=4)
-                flops = problem.flops(direction)
-                row = LayerRow(
-                    name=contestant.name,
-                    shape=name,
-                    direction=direction,
-                    tokens=tokens,
-                    routing=routing,
-                    median_ms=median,
-                    spread_ms=quartiles[2] - quartiles[0],
-                    sustained_ms=clock.sustained(call_of(contestant, problem, direction), sustain_s) if sustain_s else None,
-                    tflops=flops / median / 1e9,
-                    fraction_of_dense=flops / median / 1e9 / before,
-                    tokens_per_s=tokens / median * 1e3,
-                    bitwise_repeatable=repeatable,
-                    relative_error=errors.get(who),
-                    saved_bytes=saved,
-                    peak_bytes=peak,
-                )
-                ours = next((other for other in found if other.direction == direction), None)
-                if ours is not None:
-                    ours.ratio_to[contestant.name] = row.median_ms / ours.median_ms
-                found.append(row)
+        for who, make in makers.items():
+            ours = who.startswith("mok")
+            if who in left_out:
+                continue
+            try:
+                contestant = make(problem)
+                error = None if truth is None else worst_error(problem, contestant, truth, ours)
+                measured = [
+                    measure(contestant, problem, routing, direction, clock, sustain_s, error)
+                    for direction in ("forward", "forward+backward")
+                ]
+            except Absent as absent:
+                leave_out(who, str(absent))
+                continue
+            except CheckFailed as failed:
+                if ours:
+                    raise
+                leave_out(f"{who} on {name}", str(failed))
+                wrong.append(str(failed))
+                continue
+            except Exception as failure:  # whatever somebody else's code may raise
+                if ours:
+                    raise
+                leave_out(f"{who} on {name}", f"it failed: {type(failure).__name__}: {first_line(failure)}")
+                continue
+            for row in measured:
+                first = next((other for other in found if other.direction == row.direction), None)
+                if first is not None:
+                    first.ratio_to[row.name] = row.median_ms / first.median_ms
+                row.fraction_of_dense = row.tflops / before.burst
                 report_row(row)
-        dense[name] = [before, _dense_tflops(clock)]
+            found += measured
+            del contestant
+        after = dense_rate(clock, sustain_s)
+        for row in found:
+            compare_with_dense(row, problem, before, after)
+        dense[name] = [before, after]
         rows += found
-        del problem, contestants
-    return LayerReport(rows, _environment(device, dtype, quantization) | {"dense_tflops": dense})
+        del problem, truth
+    facts = {"dense_tflops": {name: [vars(rate) for rate in rates] for name, rates in dense.items()}, "left_out": left_out}
+    return LayerReport(rows, _environment(device, dtype, quantization) | facts, wrong)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def measure(
+    contestant: peers.Contestant,
+    problem: Problem,
+    routing: str,
+    direction: str,
+    clock: Clock,
+    sustain_s: float,
+    error: float | None,
+) -> LayerRow:
+    """Everything about one contestant and direction but the comparison with a dense product."""
+    repeatable = _repeats(contestant, problem)
+    saved, peak = _memory(contestant, problem)
+    call = call_of(contestant, problem, direction)
+    with PowerMeter(problem.device) as burst_meter:
+        times = clock.burst(call)
+    sustained = None
+    with PowerMeter(problem.device) as meter:
+        if sustain_s:
+            sustained = clock.sustained(call, sustain_s)
+    median = statistics.median(times)
+    quartiles = statistics.quantiles(times, n=4)
+    return LayerRow(
+        name=contestant.name,
+        shape=problem.name,
+        direction=direction,
+        tokens=problem.tokens,
+        routing=routing,
+        median_ms=median,
+        spread_ms=quartiles[2] - quartiles[0],
+        clock_mhz=burst_meter.clock_mhz,
+        power_w=burst_meter.power_w,
+        sustained_ms=sustained,
+        sustained_clock_mhz=meter.clock_mhz,
+        sustained_power_w=meter.power_w,
+        tflops=problem.flops(direction) / median / 1e9,
+        tokens_per_s=problem.tokens / median * 1e3,
+        bitwise_repeatable=repeatable,
+        relative_error=error,
+        saved_bytes=saved,
+        peak_bytes=peak,
+    )
+
+
+def compare_with_dense(row: LayerRow, problem: Problem, before: Dense, after: Dense) -> None:
+    """Fill in the fractions of the mean of what the dense product reached before and after."""
+    row.fraction_of_dense = row.tflops / statistics.mean((before.burst, after.burst))
+    if row.sustained_ms is not None and before.sustained is not None and after.sustained is not None:
+        rate = problem.flops(row.direction) / row.sustained_ms / 1e9
+        row.fraction_of_sustained_dense = rate / statistics.mean((before.sustained, after.sustained))
 
 
 def call_of(contestant: peers.Contestant, problem: Problem, direction: str) -> Callable[[int], None]:
@@ -261,56 +356,78 @@ class Clock:
 
     def sustained(self, call: Callable[[int], None], seconds: float) -> float:
         """Mean ms of the second half of calls back to back for about `seconds`."""
+        if self.device.type != "cuda":
+            self._calls_for(call, seconds / 2)
+            return self._calls_for(call, seconds / 2)
         call(0)
-        self._wait()
+        torch.cuda.synchronize(self.device)
         start = time.perf_counter()
         call(0)
-        self._wait()
+        torch.cuda.synchronize(self.device)
         half = max(3, round(seconds / (time.perf_counter() - start) / 2))
         for i in range(half):
             call(i)
-        self._wait()
+        torch.cuda.synchronize(self.device)
         start = time.perf_counter()
         for i in range(half):
             call(i)
-        self._wait()
+        torch.cuda.synchronize(self.device)
         return (time.perf_counter() - start) * 1e3 / half
 
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+    def _calls_for(self, call: Callable[[int], None], seconds: float) -> float:
+        """Mean ms of as many calls as fit, at least one."""
+        start, done = time.perf_counter(), 0
+        while not done or time.perf_counter() - start < seconds:
+            call(done)
+            done += 1
+        return (time.perf_counter() - start) * 1e3 / done
 
 
-def _dense_tflops(clock: Clock) -> float:
-    """A square matrix product of 8192 (1024 on a CPU) timed like the layer."""
+def dense_rate(clock: Clock, sustain_s: float) -> Dense:
+    """A square matrix product of 8192 (1024 on a CPU) timed like a layer."""
     size = 8192 if clock.device.type == "cuda" else 1024
     dtype = torch.bfloat16 if clock.device.type == "cuda" else torch.float32
     a, b = (torch.randn(size, size, device=clock.device, dtype=dtype) for _ in range(2))
-    return 2 * size**3 / statistics.median(clock.burst(lambda i: torch.mm(a, b))) / 1e9
+
+    def call(_: int) -> None:
+        torch.mm(a, b)
+
+    gflops = 2 * size**3 / 1e9
+    burst = gflops / statistics.median(clock.burst(call))
+    return Dense(burst, gflops / clock.sustained(call, sustain_s) if sustain_s else None)
 
 
-def check_results(problem: Problem, contestants: dict[str, peers.Contestant]) -> dict[str, float]:
-    """The largest relative error of output and gradients of each, on the timed sizes; CheckFailed if one exceeds its bar."""
+@dataclass
+class Truth:
+    """What a problem's first inputs give in float64, and by how much a plain loop in the layer's dtype misses it, by name."""
+
+    exact: dict[str, Tensor]
+    plain_error: dict[str, float]
+
+
+def make_truth(problem: Problem) -> Truth:
     inputs = problem.sets[0]
     exact = _loop(problem, inputs, torch.float64)
     plain = _loop(problem, inputs, inputs.x_TH.dtype, problem.quantization)
-    factor = FACTOR[inputs.x_TH.dtype]
-    bars = {name: factor * max(_error(plain[name], exact[name]), torch.finfo(inputs.x_TH.dtype).eps) for name in exact}
-    worst = {}
-    for who, contestant in contestants.items():
-        y_TH = contestant.forward(inputs.x_TH, inputs.ids_TK, inputs.weights_TK)
-        found = {"y": y_TH.detach()} | contestant.backward(y_TH, inputs.dy_TH)
-        errors = {name: _error(value, exact[name]) for name, value in found.items()}
-        worst[who] = max(errors.values())
-        for name, error in errors.items():
-            bar = bars[name]
-            if who != "mok":
-                bar = max(PEER_ERROR, bar) if problem.quantization is None else PEER_ERROR
-            if not error <= bar:  # NaN fails
-                raise CheckFailed(
-                    f"{contestant.name} on {problem.name}: {name} is {error:.1e} from float64, allowed {bar:.1e}; nothing timed"
-                )
-    return worst
+    return Truth(exact, {name: _error(plain[name], exact[name]) for name in exact})
+
+
+def worst_error(problem: Problem, contestant: peers.Contestant, truth: Truth, ours: bool) -> float:
+    """The largest relative error of output and gradients, on the timed sizes; CheckFailed if one exceeds its bar."""
+    inputs = problem.sets[0]
+    dtype = inputs.x_TH.dtype
+    y_TH = contestant.forward(inputs.x_TH, inputs.ids_TK, inputs.weights_TK)
+    found = {"y": y_TH.detach()} | contestant.backward(y_TH, inputs.dy_TH)
+    errors = {name: _error(value, truth.exact[name]) for name, value in found.items()}
+    for name, error in errors.items():
+        bar = FACTOR[dtype] * max(truth.plain_error[name], torch.finfo(dtype).eps)
+        if not ours:
+            bar = max(PEER_ERROR, bar) if problem.quantization is None else PEER_ERROR
+        if not error <= bar:  # NaN fails
+            raise CheckFailed(
+                f"{contestant.name} on {problem.name}: {name} is {error:.1e} from float64, allowed {bar:.1e}; nothing timed"
+            )
+    return max(errors.values())
 
 
 def _error(value: Tensor, exact: Tensor) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok.bench.layer import Clock, Problem, call_of, check_results, make_problem
+from mok.bench.layer import Clock, Problem, call_of, make_problem, make_truth, worst_error
 from mok.bench.peers.layer import Mok
 from mok.errors import MokError, UsageError
 from mok.launch.config import DeviceFacts, KernelConfig, device_facts, why_not
@@ -107,7 +107,7 @@ def tune_layer(
         raise UsageError(f"mok bench tune: the megakernel cannot run here: {'; '.join(reasons)}")
     problem = make_problem(name, shape, tokens, "balanced", device, torch.bfloat16)
     clock = Clock(device, calls, warmup, REST_S)
-    check_results(problem, {"mok": Mok(problem, "mega", base)})
+    worst_error(problem, Mok(problem, "mega", base), make_truth(problem), ours=True)
     expected = results_of(problem, Mok(problem, "mega", base))
     trials: list[Trial] = []
     for knob, direction in KNOBS.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 from collections.abc import Callable
@@ -11,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mok.bench.layer import Problem, bench_layer, check_results, make_problem
-from mok.bench.peers.layer import Mok
+from mok.bench.layer import Problem, bench_layer, make_problem, make_truth, worst_error
+from mok.bench.peers import layer as peers
+from mok.bench.peers.absent import Absent
+from mok.bench.peers.layer import Contestant, Mok
 from mok.errors import CheckFailed
 from mok.quantization import Quantization
 from mok.shapes import LayerShape
@@ -33,6 +36,7 @@ def test_every_figure_of_a_report() -> None:
         routing="skewed",
         backend="auto",
         against=["torch", "grouped_mm"],
+        recompute=("none", "all"),
         check=True,
         device=CPU,
         dtype=torch.bfloat16,
@@ -40,10 +44,13 @@ def test_every_figure_of_a_report() -> None:
         warmup=1,
         sustain_s=0.01,
     )
-    assert [row.direction for row in report.rows] == ["forward", "forward+backward"] * 3
+    assert [row.direction for row in report.rows] == ["forward", "forward+backward"] * 4
     ours = report.rows[0]
-    assert set(ours.ratio_to) == {"torch loop", "torch grouped_mm"} and not report.rows[2].ratio_to
+    assert set(ours.ratio_to) == {"mok auto, recompute all", "torch loop", "torch grouped_mm"} and not report.rows[2].ratio_to
+    assert not report.environment["left_out"]
     for row in report.rows:
+        assert row.sustained_ms and row.fraction_of_dense > 0 and row.fraction_of_sustained_dense
+        assert row.clock_mhz is None and row.power_w is None  # there is no GPU here
         assert row.median_ms > 0 and row.bitwise_repeatable and 0 < row.relative_error < 0.02
         assert row.tflops == pytest.approx(
             SMALL.flops(24) * (1 if row.direction == "forward" else 3) / row.median_ms / 1e9, rel=1e-6
@@ -64,12 +71,59 @@ def test_a_wrong_result_is_found_at_any_scale(problem: Problem, fault: str, scal
             return super().forward(x_TH, ids_TK, weights_TK)
 
     contestant = Faulty(problem, "torch")
-    check_results(problem, {"mok": Mok(problem, "torch")})
+    truth = make_truth(problem)
+    worst_error(problem, Mok(problem, "torch"), truth, ours=True)
     if fault.startswith("swapped"):
         gate, up, down = contestant._weights
         contestant._weights = [up, gate, down]
     with pytest.raises(CheckFailed, match="from float64, allowed"):
-        check_results(problem, {"mok": contestant})
+        worst_error(problem, contestant, truth, ours=True)
+
+
+def test_peers_that_are_absent_fail_or_are_wrong_are_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(problem: Problem) -> Contestant:
+        raise Absent("it is not installed: pip install it")
+
+    def failing(problem: Problem) -> Contestant:
+        contestant = peers.torch_loop(problem)
+        contestant.backward = lambda *_: 1 / 0
+        return contestant
+
+    def wrong(problem: Problem) -> Contestant:
+        contestant = peers.torch_loop(problem)
+        contestant._down = contestant._down * 1.5
+        return contestant
+
+    makers = {"hf": absent, "torchtitan": failing, "sonicmoe": wrong, "torch": peers.torch_loop}
+    monkeypatch.setattr(peers, "find", makers.get)
+    said: list[str] = []
+    report = bench_layer(
+        {"small": (SMALL, 24)},
+        routing="balanced",
+        backend="torch",
+        against=list(makers),
+        check=True,
+        device=CPU,
+        dtype=torch.bfloat16,
+        calls=2,
+        warmup=1,
+        sustain_s=0.0,
+        say=said.append,
+    )
+    assert [row.name for row in report.rows] == ["mok torch"] * 2 + ["torch loop"] * 2
+    left_out = report.environment["left_out"]
+    assert left_out["hf"] == "it is not installed: pip install it"
+    assert "ZeroDivisionError" in left_out["torchtitan on small"] and "from float64, allowed" in left_out["sonicmoe on small"]
+    assert report.wrong == [left_out["sonicmoe on small"]]
+    assert said == [f"{what}: not measured, {why}" for what, why in left_out.items()]
+
+
+@pytest.mark.parametrize("name", ["torchtitan", "scattermoe", "sonicmoe"])
+def test_what_to_install_for_a_peer_is_said(name: str, problem: Problem) -> None:
+    if importlib.util.find_spec(name):
+        pytest.skip(f"{name} is installed")
+    with pytest.raises(Absent, match="is not installed: pip install"):
+        peers.find(name)(problem)
 
 
 def test_an_8_bit_layer_is_held_to_the_error_of_its_format() -> None:
@@ -84,7 +138,7 @@ def test_an_8_bit_layer_is_held_to_the_error_of_its_format() -> None:
     contestant = Mok(problem, "torch")
     problem.quantization = None  # then bf16 is expected of it
     with pytest.raises(CheckFailed, match="from float64, allowed"):
-        check_results(problem, {"mok": contestant})
+        worst_error(problem, contestant, make_truth(problem), ours=True)
 
 
 @pytest.mark.parametrize("routing", ["balanced", "skewed", "one-hot"])
@@ -103,15 +157,16 @@ def test_routings_are_what_they_say(routing: str) -> None:
 
 def test_the_command_reports_compares_and_refuses(mok: Run, tmp_path: Path) -> None:
     arguments = ("bench", "layer", "--shape", "toy", "--tokens", "16", "--calls", "2", "--device", "cpu")
-    first = mok(*arguments, "--json", "new.json")
+    one = {"OMP_NUM_THREADS": "1"}  # waking a second thread for tiny products takes longest where others wait too
+    first = mok(*arguments, "--json", "new.json", env=one)
     assert first.returncode == 0, first.stderr
     report = json.loads((tmp_path / "new.json").read_text())
     assert {"name", "median_ms", "fraction_of_dense", "ratio_to", "peak_bytes"} <= set(report["rows"][0])
     for row in report["rows"]:
         row["median_ms"] /= 1000
     (tmp_path / "old.json").write_text(json.dumps(report))
-    slower = mok(*arguments, "--compare", "old.json")
+    slower = mok(*arguments, "--compare", "old.json", env=one)
     assert slower.returncode == 3 and "slower than the old report" in slower.stderr
     for wrong, named in ((("--shape", "nano"), "nano"), (("--against", "cutlass"), "cutlass"), (("--backend", "mega"), "mega")):
-        refused = mok(*arguments, *wrong)
+        refused = mok(*arguments, *wrong, env=one)
         assert refused.returncode == 2 and named in refused.stderr

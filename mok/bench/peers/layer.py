@@ -7,6 +7,7 @@ Owns how each is built from the same weights. A peer's own package is imported o
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, Protocol
 
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from mok.backends.interface import Options
+from mok.bench.peers.absent import Absent
 from mok.errors import UsageError
 from mok.grid import CallGrid
 from mok.layer import moe_layer
 
-__all__ = ["PEERS", "Contestant", "Mok", "find", "mok_with"]
+__all__ = ["PEERS", "Contestant", "Fused", "Mok", "find", "mok_with"]
 
 
 class Contestant(Protocol):
@@ -38,7 +40,7 @@ class Mok:
     `mok.backends.interface.Options`."""
 
     def __init__(self, problem: Any, backend: str, kernel: Any = None, recompute: str = "none") -> None:
-        self.name = f"mok {backend}"
+        self.name = f"mok {backend}" if recompute == "none" else f"mok {backend}, recompute {recompute}"
         self._backend = backend
         self._options = Options(recompute=recompute, kernel=kernel, quantization=problem.quantization)
         self._weights = [weight.detach().requires_grad_() for weight in (problem.gate_EIH, problem.up_EIH, problem.down_EHI)]
@@ -119,7 +121,7 @@ def hf(problem: Any) -> Contestant:
         from transformers import OlmoeConfig
         from transformers.models.olmoe.modeling_olmoe import OlmoeExperts
     except ImportError as error:
-        raise UsageError(f"--against hf: transformers 5 with OlmoeExperts is not installed ({error})") from error
+        raise Absent(f"transformers 5 with OlmoeExperts is not installed: pip install 'transformers>=5' ({error})") from error
     shape = problem.shape
     config = OlmoeConfig(
         hidden_size=shape.hidden_size,
@@ -138,16 +140,20 @@ def hf(problem: Any) -> Contestant:
     return Fused("transformers grouped_mm", problem, compute)
 
 
-PEERS: dict[str, Callable[[Any], Contestant]] = {"torch": torch_loop, "grouped_mm": grouped_mm, "hf": hf}
+PEERS = ("torch", "grouped_mm", "hf", "torchtitan", "scattermoe", "sonicmoe")
 
 
 def find(name: str) -> Callable[[Any], Contestant]:
-    """The maker of peer `name`; UsageError if there is none."""
+    """The maker of peer `name`, which raises Absent where the peer is not installed; UsageError if there is no such peer."""
     if name not in PEERS:
         raise UsageError(f"--against {name}: mok bench layer knows {', '.join(PEERS)}")
-    return PEERS[name]
+    here: dict[str, Callable[[Any], Contestant]] = {"torch": torch_loop, "grouped_mm": grouped_mm, "hf": hf}
+    if name in here:
+        return here[name]
+    maker: Callable[[Any], Contestant] = getattr(import_module(f"mok.bench.peers.{name}"), name)
+    return maker
 
 
-def mok_with(backend: str) -> Callable[[Any], Contestant]:
+def mok_with(backend: str, recompute: str = "none") -> Callable[[Any], Contestant]:
     """The maker of our layer on `backend`."""
-    return lambda problem: Mok(problem, backend)
+    return lambda problem: Mok(problem, backend, recompute=recompute)
