@@ -116,6 +116,10 @@ class MoEConfig:
     quantize_weight_gradients: bool = key(
         False, "with an 8-bit train.dtype, 8-bit operands for the routed experts' weight gradients too; else they are bf16"
     )
+    quantize_dispatch: bool = key(
+        False,
+        "with an 8-bit train.dtype, rows go to their experts in 8 bits, forward and backward; they come back in bf16",
+    )
     quantize_shared_experts: bool = key(
         False, "with an 8-bit train.dtype, 8-bit operands for the shared experts too, but for their weight gradients"
     )
@@ -245,7 +249,8 @@ class Recipe:
         """What of the expert layers is quantised; None in fp32 and bf16."""
         if self.train.dtype not in FORMATS:
             return None
-        return Quantization(self.train.dtype, self.moe.quantize_weight_gradients, self.moe.quantize_shared_experts)
+        moe = self.moe
+        return Quantization(self.train.dtype, moe.quantize_weight_gradients, moe.quantize_shared_experts, moe.quantize_dispatch)
 
     def problems(self) -> list[tuple[str, str, str]]:
         """(key, what, fix) for each rule across keys that does not hold; rules of one key are `mok.recipe`'s."""
@@ -362,7 +367,7 @@ class Recipe:
     def _quantization_problems(self) -> list[tuple[str, str, str]]:
         moe, quantization = self.moe, self.quantization
         if quantization is None:
-            switches = ("quantize_weight_gradients", "quantize_shared_experts")
+            switches = ("quantize_weight_gradients", "quantize_dispatch", "quantize_shared_experts")
             what = f"is set but train.dtype = {self.train.dtype} quantises nothing"
             fix = f"set train.dtype to {' or '.join(FORMATS)}"
             return [(f"moe.{name}", what, fix) for name in switches if getattr(moe, name)]

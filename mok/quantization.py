@@ -46,12 +46,14 @@ class Quantization:
     """What of an expert layer is quantised: the operands of the routed experts' products, forward and towards the input.
 
     format: a name of `FORMATS`. weight_gradients: also the operands of the routed experts' weight gradients, in blocks of rows.
-    shared_experts: also the shared experts' products, forward and towards the input.
+    shared_experts: also the shared experts' products, forward and towards the input. dispatch: rows go to their experts as
+    8-bit values and scales; then everything there is computed from those, weight gradients included.
     """
 
     format: str
     weight_gradients: bool = False
     shared_experts: bool = False
+    dispatch: bool = False
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:

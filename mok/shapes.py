@@ -149,10 +149,13 @@ def exchange_bytes(recipe: Recipe, tokens: int, ep: int) -> int:
     """Bytes that one rank sends in one MoE layer per step, forward and backward, for `tokens` tokens of its own.
 
     A row of H values goes out and comes back for each route to another rank, and so do the gradients; routes are taken to
-    be spread evenly.
+    be spread evenly. With `moe.quantize_dispatch` rows go out in 8 bits, with a byte for the scale of each block.
     """
-    row_bytes = recipe.model.hidden_size * DTYPE_BYTES[recipe.train.dtype]
-    return tokens * recipe.moe.top_k * (ep - 1) // ep * row_bytes * 4
+    hidden_size = recipe.model.hidden_size
+    out_bytes = back_bytes = hidden_size * DTYPE_BYTES[recipe.train.dtype]
+    if recipe.quantization is not None and recipe.quantization.dispatch:
+        out_bytes = hidden_size + hidden_size // recipe.quantization.of_blocks.block
+    return tokens * recipe.moe.top_k * (ep - 1) // ep * (out_bytes + back_bytes) * 2
 
 
 def rank_bytes(

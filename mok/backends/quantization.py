@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from mok.quantization import Format
 
-__all__ = ["Operand", "WeightCache", "round_row_groups", "round_rows", "round_weight"]
+__all__ = ["Operand", "WeightCache", "pack_rows", "round_row_groups", "round_rows", "round_weight", "unpack_rows"]
 
 
 class Operand(NamedTuple):
@@ -52,6 +52,27 @@ def round_rows(x_MC: Tensor, block: int) -> Tensor:
     return _round(x_MC.reshape(rows, columns // block, block), (2,)).view(rows, columns)
 
 
+def pack_rows(x_MC: Tensor, block: int) -> Tensor:
+    """The rows that `round_rows` gives as uint8 [M, C + C / block]: E4M3 codes, then the E8M0 codes of their scales."""
+    if x_MC.is_cuda:
+        from mok.launch.quantize import quantize
+
+        found = quantize(x_MC, block, along_columns=False).rows
+        return torch.cat((found.codes.view(torch.uint8), found.scales.view(torch.uint8)), dim=1)
+    rows, columns = x_MC.shape
+    values, scales, bad = _scaled(x_MC.reshape(rows, columns // block, block), (2,))
+    codes = values.masked_fill_(bad, torch.nan).to(torch.float8_e4m3fn).view(rows, columns)
+    return torch.cat((codes.view(torch.uint8), scales.masked_fill_(bad, 255).view(rows, -1).to(torch.uint8)), dim=1)
+
+
+def unpack_rows(packed: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """What `pack_rows` packed, [M, columns]; a row of zero bytes is a row of zeros."""
+    codes, scales = packed[:, :columns], packed[:, columns:]
+    values = codes.contiguous().view(torch.float8_e4m3fn).to(dtype).view(packed.shape[0], scales.shape[1], -1)
+    values.mul_(scales.contiguous().view(torch.float8_e8m0fnu).to(dtype).unsqueeze(2))
+    return values.view(packed.shape[0], columns)
+
+
 def round_row_groups(x_MC: Tensor, block: int) -> Tensor:
     """The same down the columns: in each, `block` rows from the first on share a scale; the last group may be short."""
     if x_MC.is_cuda:
@@ -83,8 +104,18 @@ def round_weight(w_LAB: Tensor, form: Format) -> Operand:
 
 
 def _round(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """`blocks`, fp32 or bf16, each scaled by the least power of two that brings its largest value (over `dims`) to 448, rounded
-    to E4M3 and scaled back, in new memory. Exact operations on bits and floats only, so neither threads nor vectors show."""
+    """`blocks`, fp32 or bf16, quantised and back, in new memory."""
+    rounded, scales, bad = _scaled(blocks, dims)
+    rounded.mul_(torch.where(scales == 0, 0x400000, scales << 23).view(torch.float32))
+    if bool(bad.any()):
+        rounded.masked_fill_(bad, torch.nan)
+    return rounded.to(blocks.dtype)
+
+
+def _scaled(blocks: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """`blocks`, each over the least power of two that brings its largest value (over `dims`) to 448, rounded to E4M3, fp32; the
+    codes of those powers, int32; and which blocks hold NaN or infinity, whose values mean nothing. Exact operations on bits and
+    floats only, so neither threads nor vectors show."""
     values = blocks.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     bits = values.view(torch.int32)
     scratch = torch.bitwise_and(bits, 0x7FFFFFFF)
@@ -96,9 +127,4 @@ def _round(blocks: Tensor, dims: tuple[int, ...]) -> Tensor:
     # the last of them at the end of a float, which rounds there, ties to even, and taking it away again is exact.
     torch.bitwise_and(bits, 0x7F800000, out=scratch).clamp_(min=(127 - 6) << 23).add_((20 << 23) | 0x400000)
     magic = scratch.view(torch.float32)
-    rounded = torch.add(values, magic).sub_(magic).copysign_(values)
-    rounded.mul_(torch.where(scales == 0, 0x400000, scales << 23).view(torch.float32))
-    bad = largest >= 0x7F800000  # NaN or infinity somewhere in the block
-    if bool(bad.any()):
-        rounded.masked_fill_(bad, torch.nan)
-    return rounded.to(blocks.dtype)
+    return torch.add(values, magic).sub_(magic).copysign_(values), scales, largest >= 0x7F800000

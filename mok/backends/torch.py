@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from mok.backends.activation import silu, silu_backward
 from mok.backends.interface import ExpertWeights, InputGrads, LayerShape, Options, SharedGrads
-from mok.backends.quantization import Operand, round_row_groups, round_rows, round_weight
+from mok.backends.quantization import Operand, pack_rows, round_row_groups, round_rows, round_weight, unpack_rows
 from mok.errors import MokError
 from mok.gradients import GradBuffers
 from mok.quantization import Quantization
@@ -97,7 +97,7 @@ def forward(
     if schedule.num_masked:
         weights_TK = weights_TK.masked_fill(schedule.expert_ids_TK < 0, 0)
 
-    x_PH = transport.rows_of_tokens(x_TH, schedule)
+    x_PH = _dispatched(x_TH, schedule, options)
     gate_up_PJ = _product_by_expert(_rows(x_PH, block), w_gate_up.over_columns.transpose(1, 2), schedule)
     hidden_PI = _swiglu(gate_up_PJ, options.clamp)
     y_PH = _product_by_expert(_rows(hidden_PI.to(x_TH.dtype), block), w_down.over_columns.transpose(1, 2), schedule)
@@ -151,13 +151,13 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     x_PH = saved.x_PH
     if x_PH is None:
         assert saved.x_TH is not None
-        x_PH = transport.rows_of_tokens(saved.x_TH, schedule)
+        x_PH = _dispatched(saved.x_TH, schedule, options)
     gate_up_PJ = saved.gate_up_PJ
     if gate_up_PJ is None:
         gate_up_PJ = _product_by_expert(_rows(x_PH, block), saved.w_gate_up_LJH.transpose(1, 2), schedule)
     hidden_PI = _swiglu(gate_up_PJ, options.clamp) if saved.hidden_PI is None else saved.hidden_PI
 
-    dy_PH = transport.rows_of_tokens(dy_TH, schedule)
+    dy_PH = _dispatched(dy_TH, schedule, options)
     weights_P = transport.rows_of_routes(saved.weights_TK.reshape(-1), schedule)
     dh_PI = _product_by_expert(_rows(dy_PH, block), saved.w_down_back_LHI, schedule, fp32=True)
     d_gate_up_PJ, scaled_hidden_PI, dweights_P = _swiglu_backward(dh_PI, gate_up_PJ, hidden_PI, weights_P, options.clamp)
@@ -225,6 +225,15 @@ def _threads_do_not_show(generator: torch.Generator) -> bool:
     finally:
         torch.set_num_threads(threads)
     return all(torch.equal(products[0], product) for product in products[1:])
+
+
+def _dispatched(values_TH: Tensor, schedule: Schedule, options: Options) -> Tensor:
+    """[P, H]: each row gets the values of its token; padding rows are zero. In 8 bits on the way where the options say so."""
+    transport = options.transport or LocalTransport()
+    if options.quantization is None or not options.quantization.dispatch:
+        return transport.rows_of_tokens(values_TH, schedule)
+    packed = transport.rows_of_tokens(pack_rows(values_TH, options.quantization.of_blocks.block), schedule)
+    return unpack_rows(packed, values_TH.shape[1], values_TH.dtype)
 
 
 def _blocks(options: Options) -> tuple[int, int]:

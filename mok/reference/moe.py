@@ -102,6 +102,13 @@ def operands(w_gate_IH: Tensor, w_up_IH: Tensor, w_down_HI: Tensor, form: Format
     return Operands(*(forward for forward, _ in both), *(back for _, back in both))
 
 
+def dispatched(values_TH: Tensor, quantization: Quantization | None) -> Tensor:
+    """Rows as they arrive at the routed experts."""
+    if quantization is None or not quantization.dispatch:
+        return values_TH
+    return round_rows(values_TH, quantization.of_blocks.block)
+
+
 def as_operand(row_C: Tensor, form: Format | None) -> Tensor:
     """A row as products take it: its blocks rounded to `form`."""
     return row_C if form is None else round_rows(row_C.unsqueeze(0), form.block)[0]
@@ -149,13 +156,14 @@ def moe_forward(
     """y_TH: each token's slots in order (id -1 left out), then the shared expert (gate_SH, up_SH, down_HS) times its scale."""
     form, shared_form = _formats(quantization)
     experts = [operands(*weights, form) for weights in zip(w_gate_EIH, w_up_EIH, w_down_EHI, strict=True)]
+    sent_TH = dispatched(x_TH, quantization)
     shared_expert = None if shared is None else operands(*shared, shared_form)
     y_TH = torch.empty_like(x_TH)
     for t, x_H in enumerate(x_TH):
         rows, weights = [], []
         for k, e in enumerate(expert_ids_TK[t].tolist()):
             if e >= 0:
-                hidden = expert_hidden(x_H, experts[e].gate_IH, experts[e].up_IH, clamp, form)
+                hidden = expert_hidden(sent_TH[t], experts[e].gate_IH, experts[e].up_IH, clamp, form)
                 rows.append(expert_output(hidden, experts[e].down_HI, x_H, form))
                 weights.append(weights_TK[t, k])
         if shared_expert is not None:
@@ -190,6 +198,7 @@ def moe_backward(
     """
     form, shared_form = _formats(quantization)
     stack = [operands(*weights, form) for weights in zip(w_gate_EIH, w_up_EIH, w_down_EHI, strict=True)]
+    sent_TH, sent_dy_TH = dispatched(x_TH, quantization), dispatched(dy_TH, quantization)
     rows_form = form if quantization is not None and quantization.weight_gradients else None
     segments = segment_of_token_T or [0] * x_TH.shape[0]
     experts = _zeros(w_gate_EIH, w_up_EIH, w_down_EHI) if start is None else ExpertGrads(*(part.clone() for part in start))
@@ -201,8 +210,8 @@ def moe_backward(
         for t in (t for t, s in enumerate(segments) if s == segment):
             for k, e in enumerate(expert_ids_TK[t].tolist()):
                 if e >= 0:
-                    row = _row_backward(dy_TH[t], x_TH[t], stack[e], weights_TK[t, k], clamp, form)
-                    rows_E[e].append((row.dgate_I, row.dup_I, wide(x_TH[t]), wide(dy_TH[t]), row.hidden_I))
+                    row = _row_backward(sent_dy_TH[t], sent_TH[t], stack[e], weights_TK[t, k], clamp, form)
+                    rows_E[e].append((row.dgate_I, row.dup_I, wide(sent_TH[t]), wide(sent_dy_TH[t]), row.hidden_I))
                     dweights_TK[t, k] = row.dweight
                     rows_T[t].append(row.dx_H)
         for e, rows in enumerate(rows_E):

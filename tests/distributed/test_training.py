@@ -128,7 +128,7 @@ def test_two_ranks() -> None:
             Work((1, 2), ("distributed.segment=2", "distributed.slices_per_call=2")),
             # Tensors frozen inside a parameter, with the shard's border in them.
             Work((2, 1), ("train.freeze=*.q_proj.*,*.experts.3.gate_proj.*,*.experts.2.*", "train.dtype=bf16")),
-            Work((1, 2), ("train.dtype=mxfp8", "moe.quantize_weight_gradients=true")),
+            Work((1, 2), ("train.dtype=mxfp8", "moe.quantize_weight_gradients=true", "moe.quantize_dispatch=true")),
         ]
     )
 

@@ -9,7 +9,7 @@ from torch import Tensor
 import mok
 from mok.backends import choose
 from mok.backends.interface import LayerShape, Options
-from mok.backends.quantization import WeightCache
+from mok.backends.quantization import WeightCache, pack_rows, round_rows, unpack_rows
 from mok.compiled import compiled_experts
 from mok.errors import UsageError
 from mok.grid import CallGrid
@@ -21,6 +21,7 @@ from tests.tolerances import assert_same_bits, relative_error
 
 CPU = torch.device("cpu")
 EVERYTHING = [Quantization(name, weight_gradients=True, shared_experts=True) for name in FORMATS]
+DISPATCHED = [Quantization(name, dispatch=True) for name in FORMATS]
 LAYER = Case("experts", tokens=90, hidden=128, width=128, experts=3)
 
 
@@ -54,7 +55,7 @@ def unmasked(name: str, value: Tensor, inputs: Inputs) -> Tensor:
     return value.masked_fill(inputs.ids_TK < 0, 0) if name == "weights_TK" else value
 
 
-@pytest.mark.parametrize("quantization", EVERYTHING, ids=lambda q: q.format)
+@pytest.mark.parametrize("quantization", EVERYTHING + DISPATCHED, ids=lambda q: q.format + "-dispatch" * q.dispatch)
 @pytest.mark.parametrize("shared", [False, True])
 def test_torch_computes_what_the_reference_defines(shared: bool, quantization: Quantization) -> None:
     """In fp32 the two differ by the order of sums alone, but for the few values that fall to another side of a rounding; an
@@ -80,7 +81,20 @@ def test_error_is_that_of_the_format(quantization: Quantization) -> None:
         assert 0.01 < error <= 1.1 * allowed, f"{name}: {error:.3f}, {allowed:.3f}"
 
 
-@pytest.mark.parametrize("quantization", EVERYTHING, ids=lambda q: q.format)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_on_the_way_are_the_rounded_ones_in_half_the_bytes(dtype: torch.dtype) -> None:
+    x = torch.randn(37, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[3] = 0
+    x[4, 7] = torch.nan
+    packed = pack_rows(x, 32)
+    assert packed.shape == (37, 256 + 8) and packed.dtype == torch.uint8
+    found, wanted = unpack_rows(packed, 256, dtype), round_rows(x, 32)
+    assert_same_bits("unpacked", found.nan_to_num(nan=7.0), wanted.nan_to_num(nan=7.0))
+    assert found.isnan().sum() == 32 and not unpack_rows(torch.zeros_like(packed), 256, dtype).any()
+    assert_same_bits("rounded again", round_rows(found, 32).nan_to_num(nan=7.0), wanted.nan_to_num(nan=7.0))
+
+
+@pytest.mark.parametrize("quantization", EVERYTHING + DISPATCHED, ids=lambda q: q.format + "-dispatch" * q.dispatch)
 def test_no_token_sees_its_neighbours(quantization: Quantization) -> None:
     inputs = make_inputs(LAYER, torch.bfloat16)
     together = outputs(inputs, quantization)

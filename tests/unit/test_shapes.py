@@ -81,6 +81,8 @@ def test_only_rows_for_other_ranks_are_exchanged():
     recipe = load("toy", ["train.dtype=bf16"])
     assert exchange_bytes(recipe, tokens=64, ep=1) == 0
     assert exchange_bytes(recipe, tokens=64, ep=4) == 64 * 2 * 3 // 4 * 128 * 2 * 4
+    eight_bits = load("toy", ["train.dtype=mxfp8", "moe.quantize_dispatch=true"])
+    assert exchange_bytes(eight_bits, tokens=64, ep=4) == 64 * 2 * 3 // 4 * 2 * (128 + 4 + 128 * 2)
 
 
 def test_bytes_follow_the_dtypes_and_the_cells_of_the_grid():
