@@ -45,6 +45,11 @@ bench: install  ## Compare training speed with a plain Hugging Face loop
 test-gpu: install  ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -q -m gpu
 
+.PHONY: sanitize
+sanitize: install  ## Run every expert kernel under compute-sanitizer (CUDA toolkit, GPU): memory errors and races
+	compute-sanitizer --tool memcheck --error-exitcode 1 $(BIN)/python -m tests.kernels.sanitize
+	compute-sanitizer --tool racecheck $(BIN)/python -m tests.kernels.sanitize
+
 .PHONY: test-interop
 test-interop: install .venv-interop/installed  ## Run the comparisons with other libraries
 	$(BIN)/python -m pytest -q -m interop

@@ -30,6 +30,7 @@ __all__ = [
     "ROUTINGS",
     "TABLE",
     "Clock",
+    "Dense",
     "LayerReport",
     "LayerRow",
     "Problem",
@@ -55,6 +56,9 @@ SETS = 3
 
 FACTOR = {torch.bfloat16: 1.1, torch.float32: 2.0}
 """Error over that of a plain loop in the same dtype, against float64, that our backends may have; fp32 sums differ in order."""
+
+BELIEVABLE = 1.25
+"""Times the rate of a large dense product beyond which a time is wrong: a call that was not waited for, or did not compute."""
 
 PEER_ERROR = 0.02
 """Error that a peer may have: several bf16 roundings more than ours, far below a wrong result."""
@@ -243,6 +247,8 @@ def bench_layer(
                     first.ratio_to[row.name] = row.median_ms / first.median_ms
                 row.fraction_of_dense = row.tflops / before.burst
                 report_row(row)
+                if row.fraction_of_dense > BELIEVABLE:
+                    say(f"{row.name} on {name}: {row.fraction_of_dense:.1f} times as fast as a dense product cannot be")
             found += measured
             del contestant
         after = dense_rate(clock, sustain_s)

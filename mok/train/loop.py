@@ -139,8 +139,9 @@ class Run:
             ) from error
         if report.tokens == 0:
             self.say(f"warning: step {state.step} has no valid target and was skipped")
-        elif self._graph is None and self.recipe.train.cuda_graph and self.observer is None and can_record(state):
+        elif self.recipe.train.cuda_graph and self._graph is None and self.observer is None and can_record(state):
             self._graph = StepGraph()
+            self.say("note: steps are recorded as a CUDA graph and replayed from here on")
         return report
 
     def _after_step(self, report: StepReport, seconds: float) -> dict[str, Any]:

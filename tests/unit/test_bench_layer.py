@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mok.bench.layer import Problem, bench_layer, make_problem, make_truth, worst_error
+from mok.bench.layer import Dense, Problem, bench_layer, make_problem, make_truth, worst_error
 from mok.bench.peers import layer as peers
 from mok.bench.peers.absent import Absent
 from mok.bench.peers.layer import Contestant, Mok
@@ -116,6 +116,15 @@ def test_peers_that_are_absent_fail_or_are_wrong_are_left_out_and_named(monkeypa
     assert "ZeroDivisionError" in left_out["torchtitan on small"] and "from float64, allowed" in left_out["sonicmoe on small"]
     assert report.wrong == [left_out["sonicmoe on small"]]
     assert said == [f"{what}: not measured, {why}" for what, why in left_out.items()]
+
+
+def test_a_rate_that_cannot_be_is_pointed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a forgotten wait, or a call that computes nothing, looks like."""
+    monkeypatch.setattr("mok.bench.layer.dense_rate", lambda *_: Dense(1e-9, None))
+    said: list[str] = []
+    how = {"routing": "balanced", "backend": "torch", "check": False, "device": CPU, "dtype": torch.bfloat16}
+    bench_layer({"small": (SMALL, 24)}, against=[], calls=2, warmup=1, sustain_s=0.0, say=said.append, **how)
+    assert len(said) == 2 and all("cannot be" in line for line in said)
 
 
 @pytest.mark.parametrize("name", ["torchtitan", "scattermoe", "sonicmoe"])
