@@ -56,6 +56,11 @@ class Arm:
     misalign: bool = False
     layer_check: str = ""
 
+    @property
+    def num_cores(self) -> int:
+        """Cores that it keeps busy on a CPU. Threads without a core of their own wait for one another by spinning."""
+        return max(self.nproc, self.changes.get("train.threads", 1))
+
 
 def shared_grid(recipe: Recipe, most: int = MOST_RANKS) -> Recipe:
     """`recipe` with lanes and positions for up to `most` replicas and expert-parallel ranks, as far as its batch allows.
@@ -235,9 +240,9 @@ class Workshop:
             return Outcome(folder, time.perf_counter() - started, failed)
 
         outcomes: dict[str, Outcome] = {}
-        for nproc in sorted({arm.nproc for _, arm in arms}):
-            chosen = [(place, arm) for place, arm in arms if arm.nproc == nproc]
-            at_once = max((os.cpu_count() or 1) // nproc, 1) if self.device == "cpu" else 1
+        for cores in sorted({arm.num_cores for _, arm in arms}):
+            chosen = [(place, arm) for place, arm in arms if arm.num_cores == cores]
+            at_once = max((os.cpu_count() or 1) // cores, 1) if self.device == "cpu" else 1
             with ThreadPoolExecutor(at_once) as pool:
                 results = pool.map(lambda pair: run(*pair), chosen)
                 outcomes |= dict(zip((place for place, _ in chosen), results, strict=True))
