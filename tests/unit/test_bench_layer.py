@@ -150,6 +150,16 @@ def test_an_8_bit_layer_is_held_to_the_error_of_its_format() -> None:
         worst_error(problem, contestant, make_truth(problem), ours=True)
 
 
+@pytest.mark.interop
+@pytest.mark.parametrize("name", ["torchtitan", "scattermoe", "sonicmoe"])
+def test_a_peer_that_is_installed_computes_the_same(name: str) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not importlib.util.find_spec(name) or (name != "torchtitan" and device == CPU):
+        pytest.skip(f"{name} is not installed, or needs a GPU")
+    problem = make_problem("small", LayerShape(256, 128, 4, 2), 300, "balanced", device, torch.bfloat16)
+    assert worst_error(problem, peers.find(name)(problem), make_truth(problem), ours=False) < 0.02
+
+
 @pytest.mark.parametrize("routing", ["balanced", "skewed", "one-hot"])
 def test_routings_are_what_they_say(routing: str) -> None:
     made = make_problem("small", LayerShape(16, 16, 16, 2), 400, routing, CPU, torch.bfloat16)
