@@ -29,7 +29,7 @@ __all__ = ["Trial", "TuneReport", "as_dict", "candidates", "fastest", "settings_
 
 GROUP_SIZES = (16, 8, 32)
 PHASES = (0, 1, 32)
-"""Groups per phase; 0 is all of them."""
+"""Groups per phase of the forward; 0 is all of them."""
 SHARES = (0.5, 0.3, 0.7, 1.0)
 """Of the tokens, which the mover warps combine."""
 
@@ -64,7 +64,8 @@ def candidates(knob: str, base: KernelConfig) -> list[KernelConfig]:
     if knob == "mover_share":
         changes = [{knob: share} for share in SHARES]
     else:
-        changes = [{knob: TaskOrder(size, phase)} for phase in PHASES for size in GROUP_SIZES]
+        phases = PHASES if knob == "forward_order" else (0,)
+        changes = [{knob: TaskOrder(size, phase)} for phase in phases for size in GROUP_SIZES]
     found = [replace(base, **change) for change in changes]
     return [base, *(config for config in found if config != base)]
 

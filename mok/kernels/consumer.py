@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from mok.kernels.gluon_compat import barrier
 from mok.kernels.mover import combine_rest
-from mok.kernels.ring import ACCUMULATOR, GRADIENT_PIECE, HALF_M, PIECE_N, TILE, Cursor, is_skipped, sigmoid
+from mok.kernels.ring import ACCUMULATOR, GRADIENT_PIECE, HALF_M, PIECE_N, TILE, Cursor, is_skipped, sigmoid, to_bf16_and_back
 from mok.kernels.tasks import DH, DX, FIELDS, GATE_UP, HALF, KIND, ROW, STEPS, TILE_C, TILE_M, TILE_N, N
 
 
@@ -75,25 +75,34 @@ def pass_over(ring, at, stages):
 
 
 @gluon.jit
-def put(piece, pieces, at):
-    """Hand a bf16 piece to the store warp."""
-    mbarrier.wait(pieces.empty.index(at.slot), at.phase ^ 1)
+def wait_for_slots(pieces, at, COUNT: gl.constexpr):
+    """Until the next COUNT slots are free."""
+    for _ in gl.static_range(COUNT):
+        mbarrier.wait(pieces.empty.index(at.slot), at.phase ^ 1)
+        at = at.next()
+
+
+@gluon.jit
+def place(piece, pieces, at):
+    """Write a piece [HALF_M, PIECE_N] as bf16 into the next slot, which is free; `hand_over` follows."""
     pieces.data.index(at.slot).store(piece.to(gl.bfloat16))
-    fence_async_shared()
-    barrier()
-    mbarrier.arrive(pieces.full.index(at.slot), count=1)
     return at.next()
 
 
 @gluon.jit
-def put_gradient(piece, pieces, at):
-    """Hand an fp32 piece [HALF_M, PIECE_N / 2] to the store warp."""
-    mbarrier.wait(pieces.empty.index(at.slot), at.phase ^ 1)
+def place_gradient(piece, pieces, at):
+    """Write a piece [HALF_M, PIECE_N / 2] as fp32 into the next slot, which is free; `hand_over` follows."""
     pieces.data.index(at.slot)._reinterpret(gl.float32, [HALF_M, PIECE_N // 2], GRADIENT_PIECE).store(piece)
+    return at.next()
+
+
+@gluon.jit
+def hand_over(pieces, at, COUNT: gl.constexpr):
+    """Give the store warp the COUNT pieces placed last: one fence and one barrier for all of them."""
     fence_async_shared()
     barrier()
-    mbarrier.arrive(pieces.full.index(at.slot), count=1)
-    return at.next()
+    for k in gl.static_range(COUNT):
+        mbarrier.arrive(pieces.full.index(at.slot_before(COUNT - k)), count=1)
 
 
 @gluon.jit
@@ -106,28 +115,38 @@ def limited(gate, up, CLAMP: gl.constexpr):
 
 
 @gluon.jit
+def place_quarters(q, pieces, at):
+    """Four pieces from left to right, two at a time."""
+    for j in gl.static_range(4):
+        if j % 2 == 0:
+            wait_for_slots(pieces, at, 2)
+        at = place(q[j], pieces, at)
+        if j % 2 == 1:
+            hand_over(pieces, at, 2)
+    return at
+
+
+@gluon.jit
 def finish_gate_up(accumulator, pieces, at, KEEP: gl.constexpr, CLAMP: gl.constexpr):
     """h = silu(gate) * up from pre-activations rounded to bf16, so that the backward recomputes exactly this h.
 
     Pieces in order: h (2), then, if they are kept for the backward, gate (2) and up (2).
     """
     q = quarters(accumulator)
+    wait_for_slots(pieces, at, 2)
     for j in gl.static_range(2):
-        gate, up = limited(q[j].to(gl.bfloat16).to(gl.float32), q[j + 2].to(gl.bfloat16).to(gl.float32), CLAMP)
-        at = put((gate * sigmoid(gate)) * up, pieces, at)
+        gate, up = limited(to_bf16_and_back(q[j]), to_bf16_and_back(q[j + 2]), CLAMP)
+        at = place((gate * sigmoid(gate)) * up, pieces, at)
+    hand_over(pieces, at, 2)
     if KEEP:
-        for j in gl.static_range(4):
-            at = put(q[j], pieces, at)
+        at = place_quarters(q, pieces, at)
     return at
 
 
 @gluon.jit
 def finish_rows(accumulator, pieces, at):
     """Round once; four pieces from left to right."""
-    q = quarters(accumulator)
-    for j in gl.static_range(4):
-        at = put(q[j], pieces, at)
-    return at
+    return place_quarters(quarters(accumulator), pieces, at)
 
 
 @gluon.jit
@@ -136,8 +155,7 @@ def column_sum(x):
 
     `finish_64_columns` of `mok.kernels.staged` writes the same tree out; a plain sum would follow the layout instead.
     """
-    left, right = halves(x, HALF_M, PIECE_N)
-    left, right = halves(left + right, HALF_M, PIECE_N // 2)
+    left, right = halves(x, HALF_M, PIECE_N // 2)
     left, right = halves(left + right, HALF_M, PIECE_N // 4)
     return gl.sum(left + right, axis=1)
 
@@ -152,6 +170,24 @@ def weight_of_rows(accumulator, moves, row, WG: gl.constexpr):
 
 
 @gluon.jit
+def swiglu_backward(dh, raw_gate, raw_up, weight, CLAMP: gl.constexpr):
+    """(dH * h, then as bf16 h * w, d(gate), d(up)) of one piece's columns."""
+    weight = gl.convert_layout(weight, gl.SliceLayout(1, dh.type.layout), assert_trivial=True)[:, None]
+    raw_gate = raw_gate.to(gl.float32)
+    raw_up = raw_up.to(gl.float32)
+    gate, up = limited(raw_gate, raw_up, CLAMP)
+    s = sigmoid(gate)
+    silu = gate * s
+    h = to_bf16_and_back(silu * up)
+    slope = up * (s + silu * (1.0 - s))  # dh / dgate; dh / dup is silu
+    if CLAMP > 0:
+        slope = gl.where(raw_gate > CLAMP, 0.0, slope)
+        silu = gl.where((raw_up > CLAMP) | (raw_up < -CLAMP), 0.0, silu)
+    d = dh * weight
+    return dh * h, (h * weight).to(gl.bfloat16), (d * slope).to(gl.bfloat16), (d * silu).to(gl.bfloat16)
+
+
+@gluon.jit
 def finish_dh(
     accumulator,
     ring,
@@ -160,8 +196,7 @@ def finish_dh(
     at,
     weight,
     partial,
-    row,
-    column,
+    task,
     NUM_BLOCKS: gl.constexpr,
     CLAMP: gl.constexpr,
     WG: gl.constexpr,
@@ -179,33 +214,30 @@ def finish_dh(
     for j in gl.static_range(4):
         mbarrier.wait(ring.full.index(ring_at.slot), ring_at.phase)
         b = ring.b.index(ring_at.slot)._reinterpret(gl.bfloat16, [2, TILE_M, PIECE_N], TILE)
-        raw_gate = b.index(0).slice(WG * HALF_M, HALF_M, dim=0).load(layout).to(gl.float32)
-        raw_up = b.index(1).slice(WG * HALF_M, HALF_M, dim=0).load(layout).to(gl.float32)
+        raw_gate = halves(b.index(0).slice(WG * HALF_M, HALF_M, dim=0).load(layout), HALF_M, PIECE_N)
+        raw_up = halves(b.index(1).slice(WG * HALF_M, HALF_M, dim=0).load(layout), HALF_M, PIECE_N)
         fence_async_shared()
         mbarrier.arrive(ring.empty.index(ring_at.slot), count=1)
         ring_at = ring_at.next()
-        gate, up = limited(raw_gate, raw_up, CLAMP)
-        s = sigmoid(gate)
-        silu = gate * s
-        h = (silu * up).to(gl.bfloat16).to(gl.float32)
-        slope = up * (s + silu * (1.0 - s))  # dh / dgate; dh / dup is silu
-        if CLAMP > 0:
-            slope = gl.where(raw_gate > CLAMP, 0.0, slope)
-            silu = gl.where((raw_up > CLAMP) | (raw_up < -CLAMP), 0.0, silu)
-        total += gl.convert_layout(column_sum(q[j] * h), of_rows)
+        dh = halves(q[j], HALF_M, PIECE_N)
+        product_0, h_0, dgate_0, dup_0 = swiglu_backward(dh[0], raw_gate[0], raw_up[0], weight, CLAMP)
+        wait_for_slots(pieces, at, 3)  # here, so that the other half's values take no registers before
+        product_1, h_1, dgate_1, dup_1 = swiglu_backward(dh[1], raw_gate[1], raw_up[1], weight, CLAMP)
+        total += gl.convert_layout(column_sum(product_0 + product_1), of_rows)
         if j == 1:
             first_total = total
             total = gl.zeros([HALF_M], gl.float32, of_rows)
-        # Each piece leaves before the next is computed: registers hold no more than one at a time.
-        at = put(h * weight[:, None], pieces, at)
-        d = q[j] * weight[:, None]
-        at = put(d * slope, pieces, at)
-        at = put(d * silu, pieces, at)
+        at = place(beside(h_0, h_1, HALF_M, PIECE_N), pieces, at)
+        at = place(beside(dgate_0, dgate_1, HALF_M, PIECE_N), pieces, at)
+        at = place(beside(dup_0, dup_1, HALF_M, PIECE_N), pieces, at)
+        hand_over(pieces, at, 3)
     # Last: a fence in front of the pieces would wait for these stores.
-    rows = row + WG * HALF_M + gl.arange(0, HALF_M, of_rows)
-    place = partial + rows.to(gl.int64) * NUM_BLOCKS + column // 128
-    gl.store(place, first_total)
-    gl.store(place + 1, total, mask=column // 128 + 1 < NUM_BLOCKS)
+    # Read again, so that they hold no registers until here.
+    rows = gl.load(task + ROW) + WG * HALF_M + gl.arange(0, HALF_M, of_rows)
+    block = gl.load(task + N) // 128
+    target = partial + rows.to(gl.int64) * NUM_BLOCKS + block
+    gl.store(target, first_total)
+    gl.store(target + 1, total, mask=block + 1 < NUM_BLOCKS)
     return ring_at, at
 
 
@@ -232,8 +264,10 @@ def finish_gradient(accumulator, pieces, at):
     q = quarters(accumulator)
     for j in gl.static_range(4):
         left, right = halves(q[j], HALF_M, PIECE_N)
-        at = put_gradient(left, pieces, at)
-        at = put_gradient(right, pieces, at)
+        wait_for_slots(pieces, at, 2)
+        at = place_gradient(left, pieces, at)
+        at = place_gradient(right, pieces, at)
+        hand_over(pieces, at, 2)
     return at
 
 
@@ -261,8 +295,6 @@ def consume(
         task = job.tasks + i * FIELDS
         kind = gl.load(task + KIND)
         steps = gl.load(task + STEPS)
-        row = gl.load(task + ROW)
-        column = gl.load(task + N)
         if is_skipped(kind, steps, started, LAST):
             pass
         elif (WG == 1) & (gl.load(task + HALF) != 0):
@@ -278,9 +310,9 @@ def consume(
             elif kind <= DX:
                 accumulator, ring_at = multiply(ring, ring_at, accumulator, steps, False, True, WG)
                 if kind == DH:
-                    weight = weight_of_rows(accumulator, moves, row, WG)
+                    weight = weight_of_rows(accumulator, moves, gl.load(task + ROW), WG)
                     ring_at, at = finish_dh(
-                        accumulator, ring, ring_at, pieces, at, weight, partial, row, column, NUM_BLOCKS, CLAMP, WG
+                        accumulator, ring, ring_at, pieces, at, weight, partial, task, NUM_BLOCKS, CLAMP, WG
                     )
                 else:
                     at = finish_rows(accumulator, pieces, at)
@@ -295,5 +327,4 @@ def consume(
                     steps -= 1
                 accumulator, ring_at = multiply(ring, ring_at, accumulator, steps, True, True, WG)
                 at = finish_gradient(accumulator, pieces, at)
-    if not BACKWARD:  # there the movers have the time of all DW tiles for it
-        combine_rest(job, moves, rows, token_order, total_target, WG, 2, 4)
+    combine_rest(job, moves, rows, token_order, total_target, not BACKWARD, WG, 2, 4)

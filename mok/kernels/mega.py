@@ -115,7 +115,7 @@ def make_slots(PART: gl.constexpr):
     return slots, full
 
 
-RUNTIME_SIZES = ["num_tokens", "mover_tokens", "group_counter", "x_counter", "started"]
+RUNTIME_SIZES = ["num_tokens", "mover_tokens", "group_counter", "x_counter", "free_counter", "free_target", "started"]
 
 
 @gluon.jit(do_not_specialize=RUNTIME_SIZES)
@@ -155,7 +155,7 @@ def mega_forward(
     """out[t] = sum over k of w[t, k] * (silu(x[t] gate_e^T) * (x[t] up_e^T)) down_e^T, e the expert of route (t, k).
 
     Computes: dispatch x -> x_rows; GATE_UP tiles -> h_rows (and gate_rows, up_rows if KEEP); DOWN tiles -> y_rows;
-    combine -> out.
+    combine -> out. y_rows may be the memory of x_rows: a DOWN tile waits for all tiles that read its rows.
     LAST = GATE_UP stops before DOWN (what a backward needs that kept nothing); launch that with 0 tokens to combine.
     Program: one of any number of co-resident programs (cooperative launch); 12 warps; about 226 KB of shared memory.
     Reads: x [T, H] bf16 as rows of [PARTS, PART]; gate, up [L, I, H] and down [L, H, I] bf16; `mok.launch.mega.Tables`.
@@ -197,7 +197,7 @@ def mega_forward(
                 ),
                 (multiply, (job, ring, accumulators, 0, False, LAST)),
                 (produce, (job, loads, ring, 0, False, LAST)),
-                (move_forward, (job, x, x_rows_boxes, y_rows_boxes, moves, groups, total_target)),
+                (move_forward, (job, x, x_rows_boxes, y_rows_boxes, moves, groups)),
                 (send, (job, stores, pieces, 0, False, LAST)),
             ],
             [1, 1, 1, 1],
@@ -209,7 +209,7 @@ def mega_forward(
                 (consume, (job, ring, pieces_0, moves, y_rows, order, total_target, y_rows, 0, 1, KEEP, CLAMP, False, LAST, 0)),
                 (consume, (job, ring, pieces_1, moves, y_rows, order, total_target, y_rows, 0, 1, KEEP, CLAMP, False, LAST, 1)),
                 (produce, (job, loads, ring, 0, False, LAST)),
-                (move_forward, (job, x, x_rows_boxes, y_rows_boxes, moves, groups, total_target)),
+                (move_forward, (job, x, x_rows_boxes, y_rows_boxes, moves, groups)),
                 (store, (job, stores, pieces_0, 0, False, LAST, 0)),
                 (store, (job, stores, pieces_1, 0, False, LAST, 1)),
             ],
@@ -249,7 +249,10 @@ def mega_backward(
     out,
     num_tokens,
     mover_tokens,
+    group_counter,
     x_counter,
+    free_counter,
+    free_target,
     started,
     TOP_K: gl.constexpr,
     BLOCKS: gl.constexpr,
@@ -266,8 +269,9 @@ def mega_backward(
 ):
     """dx, the fp32 main gradients of gate, up and down, and the partial sums of the router weights' gradient.
 
-    Computes: dispatch dy -> dy_rows and x -> x_rows; DH tiles -> wh_rows, partial, and d(gate), d(up) over gate_rows, up_rows;
-    DX tiles -> dx_rows; combine -> out = dx; DW tiles -> main gradients, continued if `started` is not 0, else begun.
+    Computes: dispatch dy -> dy_rows; DH tiles -> wh_rows, partial, and d(gate), d(up) over gate_rows, up_rows; DW tiles -> main
+    gradients, continued if `started` is not 0, else begun; dispatch x -> x_rows; DX tiles -> dx_rows; combine -> out = dx.
+    dy_rows, x_rows and dx_rows may be the same memory: each is written when the tiles that read the one before are done.
     LAST = DX leaves the weight gradients out. Program, waits and signals: as `mega_forward`.
     Reads: dy, x [T, H] bf16; gate_rows, up_rows [P, I] bf16 as the forward left them; weights; `tables`.
     Writes: dy_rows, x_rows, dx_rows [P, H], wh_rows, gate_rows, up_rows [P, I] bf16; partial [P, BLOCKS] fp32;
@@ -298,7 +302,7 @@ def mega_backward(
         slots, slots_full, tables.route_of_row, tables.row_of_route, tables.weights, tables.shared, tables.shared_scale, out,
         num_tokens, mover_tokens, TOP_K, PARTS, PART, BOX_PARTS, HAS_SHARED, False,
     )  # fmt: skip
-    groups = Groups(tables.combine_token, tables.combine_group, tables.group_target, x_counter)
+    groups = Groups(tables.combine_token, tables.combine_group, tables.group_target, group_counter)
     gradients = (gate_gradient, up_gradient, down_gradient)
     loads = BackwardLoads(
         dy_rows, dy_columns, down, gate_rows, up_rows, gate_columns, up_columns, gate, up, x_rows, wh_rows, gradients
@@ -311,8 +315,8 @@ def mega_backward(
                 (
                     finish,
                     (
-                        job, ring, accumulators, pieces, moves, dx_rows, order, 0, partial, started, BLOCKS, True, CLAMP, True,
-                        LAST,
+                        job, ring, accumulators, pieces, moves, dx_rows, order, total_target, partial, started, BLOCKS, True,
+                        CLAMP, True, LAST,
                     ),
                 ),
                 (multiply, (job, ring, accumulators, started, True, LAST)),
@@ -321,7 +325,7 @@ def mega_backward(
                     move_backward,
                     (
                         job, dy, dy_rows_boxes, x, x_rows_boxes, dx_rows_boxes, moves, groups, tables.expert_of_block,
-                        x_counter, total_target,
+                        x_counter, free_counter, free_target, LAST,
                     ),
                 ),
                 (send, (job, stores, pieces, started, True, LAST)),
@@ -334,18 +338,24 @@ def mega_backward(
             [
                 (
                     consume,
-                    (job, ring, pieces_0, moves, dx_rows, order, 0, partial, started, BLOCKS, True, CLAMP, True, LAST, 0),
+                    (
+                        job, ring, pieces_0, moves, dx_rows, order, total_target, partial, started, BLOCKS, True, CLAMP, True,
+                        LAST, 0,
+                    ),
                 ),
                 (
                     consume,
-                    (job, ring, pieces_1, moves, dx_rows, order, 0, partial, started, BLOCKS, True, CLAMP, True, LAST, 1),
+                    (
+                        job, ring, pieces_1, moves, dx_rows, order, total_target, partial, started, BLOCKS, True, CLAMP, True,
+                        LAST, 1,
+                    ),
                 ),
                 (produce, (job, loads, ring, started, True, LAST)),
                 (
                     move_backward,
                     (
                         job, dy, dy_rows_boxes, x, x_rows_boxes, dx_rows_boxes, moves, groups, tables.expert_of_block,
-                        x_counter, total_target,
+                        x_counter, free_counter, free_target, LAST,
                     ),
                 ),
                 (store, (job, stores, pieces_0, started, True, LAST, 0)),

@@ -21,7 +21,7 @@ from mok.kernels.ring import (
     stores_complete,
     wait_for,
 )
-from mok.kernels.tasks import ROW_BLOCK
+from mok.kernels.tasks import DX, ROW_BLOCK
 
 
 @record
@@ -48,7 +48,7 @@ class Moves:
 
 @record
 class Groups:
-    """Forward only: tokens in the order in which their last group of tiles completes."""
+    """Tokens in the order in which their last group of tiles completes."""
 
     token: gl.tensor
     group: gl.tensor
@@ -67,10 +67,13 @@ def fetch_rows(source, moves, unit, slot, boxes, ROWS: gl.constexpr, PIECES: gl.
 
 
 @gluon.jit
-def dispatch(job, source, destination, moves, at, counter_of_unit, expert_of_block, BY_EXPERT: gl.constexpr):
+def dispatch(
+    job, source, destination, moves, at, counter_of_unit, expert_of_block, free_counter, free_target, BY_EXPERT: gl.constexpr
+):
     """Copy token rows into expert order, in units of ROWS rows x one of PIECES boxes, two units in flight.
 
-    Each unit adds 1 to the counter of its 64-row block, or of its expert.
+    Each unit adds 1 to the counter of its 64-row block. Or BY_EXPERT: to that of its expert, and nothing is written before the
+    expert's free_counter has reached free_target, when nobody reads what its rows held before.
     """
     BOX: gl.constexpr = moves.box_parts * moves.part
     BOXES: gl.constexpr = MOVER_SLOT_ELEMENTS // BOX  # that a slot holds
@@ -79,10 +82,17 @@ def dispatch(job, source, destination, moves, at, counter_of_unit, expert_of_blo
     boxes = moves.slots._reinterpret(gl.bfloat16, [MOVER_SLOTS * BOXES, 1, moves.box_parts, moves.part], PLAIN_ROWS)
     units = job.num_rows // ROWS * PIECES
     first = gl.program_id(0)
+    free_expert = gl.to_tensor(-1)
     if first < units:
         fetch_rows(source, moves, first, at.slot, boxes, ROWS, PIECES, BOXES)
     for unit in range(first, units, gl.num_programs(0)):
         mbarrier.wait(moves.full.index(at.slot), at.phase)
+        block = (unit // PIECES) * ROWS // ROW_BLOCK
+        if BY_EXPERT:
+            expert = gl.load(expert_of_block + block)
+            if expert != free_expert:
+                fence_async_global(wait_for(job.counters + free_counter + expert, free_target, job.status, True))
+                free_expert = expert
         for r in gl.static_range(ROWS):
             tma_store(
                 destination,
@@ -94,11 +104,10 @@ def dispatch(job, source, destination, moves, at, counter_of_unit, expert_of_blo
         if ahead < units:
             # The other slot's stores were waited for below, one unit ago.
             fetch_rows(source, moves, ahead, after.slot, boxes, ROWS, PIECES, BOXES)
-        block = (unit // PIECES) * ROWS // ROW_BLOCK
         stores_complete(unit)
         barrier()
         if BY_EXPERT:
-            signal(job.counters + counter_of_unit + gl.load(expert_of_block + block))
+            signal(job.counters + counter_of_unit + free_expert)
         else:
             signal(job.counters + counter_of_unit + block)
         at = after
@@ -129,7 +138,7 @@ def groups_up_to(job, groups, done, index):
 
 
 @gluon.jit
-def combine(job, rows, moves, groups, at, total_target, WEIGHTED: gl.constexpr):
+def combine(job, rows, moves, groups, at, WEIGHTED: gl.constexpr):
     """Sum rows of y_rows (weighted) or dx_rows for this program's share of the first `mover_tokens` tokens.
 
     out[t, :] = rn_bf16(chain over k of rn(w[t, k] * rows[row_of_route[t, k], :]), then the shared experts' row), fp32.
@@ -150,13 +159,8 @@ def combine(job, rows, moves, groups, at, total_target, WEIGHTED: gl.constexpr):
     done = gl.to_tensor(0)
     if first < moves.mover_tokens:
         units = ((moves.mover_tokens - 1 - first) // stride + 1) * (CHUNKS * ROUNDS)
-        if WEIGHTED:
-            done = groups_up_to(job, groups, done, first)
-            token = gl.load(groups.token + first)
-        else:
-            fence_async_global(wait_for(job.counters, total_target, job.status, True))
-            token = first
-        fetch_slots(rows, moves, 0, token, at.slot, boxes, SLOTS, ROUNDS, BOX_PARTS)
+        done = groups_up_to(job, groups, done, first)
+        fetch_slots(rows, moves, 0, gl.load(groups.token + first), at.slot, boxes, SLOTS, ROUNDS, BOX_PARTS)
     accumulator = gl.zeros([1, BOX_PARTS, moves.part], gl.float32, layout)
     for i in range(units):
         index = first + (i // (CHUNKS * ROUNDS)) * stride
@@ -164,16 +168,10 @@ def combine(job, rows, moves, groups, at, total_target, WEIGHTED: gl.constexpr):
         after = at.next()
         if i + 1 < units:
             index_ahead = first + ((i + 1) // (CHUNKS * ROUNDS)) * stride
-            if WEIGHTED:
-                done = groups_up_to(job, groups, done, index_ahead)
-                token_ahead = gl.load(groups.token + index_ahead)
-            else:
-                token_ahead = index_ahead
+            done = groups_up_to(job, groups, done, index_ahead)
+            token_ahead = gl.load(groups.token + index_ahead)
             fetch_slots(rows, moves, (i + 1) % (CHUNKS * ROUNDS), token_ahead, after.slot, boxes, SLOTS, ROUNDS, BOX_PARTS)
-        if WEIGHTED:
-            token = gl.load(groups.token + index)
-        else:
-            token = index
+        token = gl.load(groups.token + index)
         parts = (unit // ROUNDS) * BOX_PARTS + part
         here = token.to(gl.int64) * (moves.parts * moves.part) + parts * moves.part + lane
         mbarrier.wait(moves.full.index(at.slot), at.phase)
@@ -212,41 +210,70 @@ def route_weight(moves, token, slot):
 
 @gluon.jit
 def combine_rest(
-    job, moves, rows, token_order, total_target, PARTITION: gl.constexpr, PARTITIONS: gl.constexpr, WARPS: gl.constexpr
+    job,
+    moves,
+    rows,
+    token_order,
+    total_target,
+    WEIGHTED: gl.constexpr,
+    PARTITION: gl.constexpr,
+    PARTITIONS: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
-    """The tokens that the movers leave, by the partitions of WARPS warps whose tiles are done. The same sums as `combine`."""
-    COLUMNS: gl.constexpr = 256 * WARPS
+    """The tokens that the movers leave, by the partitions of WARPS warps whose tiles are done. The same sums as `combine`.
+
+    A warp sums one token, 1024 columns at a time; all its rows are on their way before the first is added.
+    """
+    COLUMNS: gl.constexpr = 1024
+    SLOTS: gl.constexpr = 8 if moves.top_k > 8 else moves.top_k
     H: gl.constexpr = moves.parts * moves.part
-    layout: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
-    columns = gl.arange(0, COLUMNS, layout)
-    begin = moves.mover_tokens + gl.program_id(0) * PARTITIONS + PARTITION
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
+    of_tokens: gl.constexpr = gl.SliceLayout(1, layout)
+    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
+    warp = gl.arange(0, WARPS, of_tokens)
+    begin = moves.mover_tokens + (gl.program_id(0) * PARTITIONS + PARTITION) * WARPS
     if begin < moves.num_tokens:
         wait_for(job.counters, total_target, job.status, True)
-    for index in range(begin, moves.num_tokens, gl.num_programs(0) * PARTITIONS):
-        token = gl.load(token_order + index)
+    for first in range(begin, moves.num_tokens, gl.num_programs(0) * PARTITIONS * WARPS):
+        exists = first + warp < moves.num_tokens
+        token = gl.load(token_order + first + warp, mask=exists, other=0)
         for chunk in range((H + COLUMNS - 1) // COLUMNS):
             at = chunk * COLUMNS + columns
-            accumulator = gl.zeros([COLUMNS], gl.float32, layout)
-            for k in range(moves.top_k):
-                row = gl.load(moves.row_of_route + token * moves.top_k + k)
-                value = gl.load(rows + row.to(gl.int64) * H + at, mask=(row >= 0) & (at < H), other=0.0).to(gl.float32)
-                accumulator = accumulator + value * route_weight(moves, token, k)
-            here = token.to(gl.int64) * H + at
+            accumulator = gl.zeros([WARPS, COLUMNS], gl.float32, layout)
+            for start in range(0, moves.top_k, SLOTS):
+                for k in gl.static_range(SLOTS):
+                    slot = start + k
+                    route = token * moves.top_k + slot
+                    row = gl.load(moves.row_of_route + route, mask=exists & (slot < moves.top_k), other=-1)
+                    place = row.to(gl.int64)[:, None] * H + at
+                    value = gl.load(rows + place, mask=(row >= 0)[:, None] & (at < H), other=0.0).to(gl.float32)
+                    if WEIGHTED:
+                        value = value * gl.load(moves.weights + route, mask=row >= 0, other=0.0)[:, None]
+                    accumulator = accumulator + value
+            here = token.to(gl.int64)[:, None] * H + at
+            inside = exists[:, None] & (at < H)
             if moves.has_shared:
-                accumulator = accumulator + shared_row(moves, token, here, at < H)
-            gl.store(moves.out + here, accumulator.to(gl.bfloat16), mask=at < H)
+                value = gl.load(moves.shared + here, mask=inside, other=0.0).to(gl.float32)
+                if moves.has_scale:
+                    value = value * gl.load(moves.shared_scale + token)[:, None]
+                accumulator = accumulator + value
+            gl.store(moves.out + here, accumulator.to(gl.bfloat16), mask=inside)
 
 
 @gluon.jit
-def move_forward(job, x, x_rows, y_rows, moves, groups, total_target):
+def move_forward(job, x, x_rows, y_rows, moves, groups):
     at = Cursor(gl.to_tensor(0), gl.to_tensor(0), MOVER_SLOTS)
-    at = dispatch(job, x, x_rows, moves, at, 1, moves.route_of_row, False)
-    combine(job, y_rows, moves, groups, at, total_target, True)
+    at = dispatch(job, x, x_rows, moves, at, 1, moves.route_of_row, 0, 0, False)
+    combine(job, y_rows, moves, groups, at, True)
 
 
 @gluon.jit
-def move_backward(job, dy, dy_rows, x, x_rows, dx_rows, moves, groups, expert_of_block, x_counter, total_target):
+def move_backward(
+    job, dy, dy_rows, x, x_rows, dx_rows, moves, groups, expert_of_block, x_counter, free_counter, free_target,
+    LAST: gl.constexpr,
+):  # fmt: skip
     at = Cursor(gl.to_tensor(0), gl.to_tensor(0), MOVER_SLOTS)
-    at = dispatch(job, dy, dy_rows, moves, at, 1, expert_of_block, False)
-    at = dispatch(job, x, x_rows, moves, at, x_counter, expert_of_block, True)
-    combine(job, dx_rows, moves, groups, at, total_target, False)
+    at = dispatch(job, dy, dy_rows, moves, at, 1, expert_of_block, 0, 0, False)
+    if LAST > DX:
+        at = dispatch(job, x, x_rows, moves, at, x_counter, expert_of_block, free_counter, free_target, True)
+    combine(job, dx_rows, moves, groups, at, False)

@@ -110,10 +110,13 @@ def scan_runs(count_of_run, before_run, num_runs, BINS: tl.constexpr, RUNS: tl.c
 
 @triton.jit
 def rank_in_run(bin_of_item, item, exists, chosen, num_bins):
-    """How many earlier items of the run share an item's bin, int32 [RUN]."""
+    """How many earlier items of the run share an item's bin, int32 [RUN].
+
+    The items stand along the lanes, those before them along the registers: so a lane adds up its own.
+    """
     other, _ = load_bins(bin_of_item, item, exists, num_bins)
-    earlier = (other[None, :] == chosen[:, None]) & (item[None, :] < item[:, None])
-    return tl.sum(earlier.to(tl.int32), axis=1)
+    earlier = (other[:, None] == chosen[None, :]) & (item[:, None] < item[None, :])
+    return tl.sum(earlier.to(tl.int32), axis=0)
 
 
 @triton.jit
@@ -310,8 +313,11 @@ def write_tile_tasks(
     num_experts,
     group_size,
     groups_per_phase,
+    combine_group_start,
+    combine_group_size,
     first_tiles,
     second_tiles,
+    tasks_between,
     hidden_size,
     intermediate_size,
     units,
@@ -325,7 +331,8 @@ def write_tile_tasks(
     Program: WIDTH tasks, numbered by (m-tile, tile); `first_tiles` of an m-tile are of the first kind, then `second_tiles` of
     the second. Order (A first kind, B second, one stretch per phase): A0, A1, B0, A2, B1, ..., with groups in order inside a
     stretch, and inside a group columns outside, m-tiles inside. So a stretch starts at a*(m-tiles of its A stretches so far) +
-    b*(those of its B stretches), which needs the first m-tile of two phases only.
+    b*(those of its B stretches), which needs the first m-tile of two phases only. tasks_between: others that come before B,
+    of a list with one phase.
     Example: a = b = 1, three groups of one m-tile, one group a phase: A0 A1 B0 A2 B1 B2.
     """
     tiles = first_tiles + second_tiles
@@ -352,7 +359,7 @@ def write_tile_tasks(
     after = first_mtile(phase_group + 2 * groups_per_phase, mtile_start, group_start, num_experts, group_size, BINS)
     inside = column * length + mtile - group_mtile
     first_place = first_tiles * group_mtile + second_tiles * before + inside
-    second_place = first_tiles * after + second_tiles * group_mtile + inside
+    second_place = first_tiles * after + tasks_between + second_tiles * group_mtile + inside
     place = tl.where(is_first, first_place, second_place)
 
     row = expert_row + (mtile - expert_mtile) * TILE_M
@@ -360,6 +367,8 @@ def write_tile_tasks(
     block = row // ROW_BLOCK
     arrived = 1 + block
     ready = 1 + num_blocks_max + block
+    complete = 1 + 2 * num_blocks_max + tl.load(combine_group_start + expert)
+    complete += (mtile - expert_mtile) // combine_group_size
     steps_h = (hidden_size + TILE_C - 1) // TILE_C
     steps_i = (intermediate_size + TILE_C - 1) // TILE_C
     records = tl.zeros((WIDTH, FIELDS), tl.int32)
@@ -368,20 +377,24 @@ def write_tile_tasks(
     records = with_field(records, HALF, half)
     records = with_field(records, WAIT0, tl.where(is_first, arrived, ready))
     records = with_field(records, WAIT0_TARGET, tl.where(is_first, units, (2 - half) * first_tiles))
-    records = with_field(records, WAIT1, tl.where(is_first, arrived + 1 - half, 0))
-    records = with_field(records, WAIT1_TARGET, tl.where(is_first, units, 0))
+    records = with_field(records, SIGNAL0, tl.where(is_first, ready, complete))
     if FORWARD:
         records = with_field(records, KIND, tl.where(is_first, GATE_UP, DOWN))
         records = with_field(records, N, column * tl.where(is_first, TILE_N // 2, TILE_N))
         records = with_field(records, STEPS, tl.where(is_first, steps_h, steps_i))
-        records = with_field(records, SIGNAL0, tl.where(is_first, ready, 1 + 2 * num_blocks_max + group))
+        records = with_field(records, WAIT1, tl.where(is_first, arrived + 1 - half, 0))
+        records = with_field(records, WAIT1_TARGET, tl.where(is_first, units, 0))
         records = with_field(records, SIGNAL1, tl.where(is_first, -1, 0))
     else:
+        dhidden_of_expert = 1 + 3 * num_blocks_max + expert
+        x_done_of_expert = dhidden_of_expert + 3 * num_experts
+        x_tasks = 2 * ((intermediate_size + TILE_M - 1) // TILE_M) * second_tiles
         records = with_field(records, KIND, tl.where(is_first, DH, DX))
         records = with_field(records, N, column * TILE_N)
         records = with_field(records, STEPS, tl.where(is_first, steps_h, 2 * steps_i))
-        records = with_field(records, SIGNAL0, tl.where(is_first, ready, 0))
-        records = with_field(records, SIGNAL1, tl.where(is_first, 1 + 2 * num_blocks_max + expert, -1))
+        records = with_field(records, WAIT1, tl.where(is_first, arrived + 1 - half, x_done_of_expert))
+        records = with_field(records, WAIT1_TARGET, tl.where(is_first, units, 2 * x_tasks))
+        records = with_field(records, SIGNAL1, tl.where(is_first, dhidden_of_expert, 0))
     fields = place.to(tl.int64)[:, None] * FIELDS + tl.arange(0, FIELDS)[None, :]
     tl.store(tasks + fields, records, mask=exists[:, None])
 
@@ -393,30 +406,31 @@ def write_weight_tasks(
     expert_start,
     mtile_start,
     num_experts,
-    tiles_per_mtile,
+    tiles_before,
     hidden_size,
     intermediate_size,
     units,
     num_blocks_max,
     WIDTH: tl.constexpr,
 ):
-    """Writes the records of the weight gradients, after the `tiles_per_mtile` tasks of every m-tile.
+    """Writes the records of the weight gradients, after the `tiles_before` tasks of every m-tile.
 
-    Program: WIDTH tasks, numbered by (expert, task); for each expert DW_DOWN, then DW_GATE_UP. Output tiles go in runs of 16
-    rows of tiles: columns outside, the rows of the run inside.
+    Program: WIDTH tasks, numbered as they are listed: DW_DOWN of every expert, then DW_GATE_UP of every expert. Output tiles go
+    in runs of 16 rows of tiles: columns outside, the rows of the run inside.
     """
     rows_h = (hidden_size + TILE_M - 1) // TILE_M
     rows_i = (intermediate_size + TILE_M - 1) // TILE_M
     columns_h = (hidden_size + TILE_N - 1) // TILE_N
     columns_i = (intermediate_size + TILE_N - 1) // TILE_N
     down_tasks = rows_h * columns_i
-    tasks_per_expert = down_tasks + 2 * rows_i * columns_h
+    gate_up_tasks = 2 * rows_i * columns_h
     index = program * WIDTH + tl.arange(0, WIDTH)
-    expert = index // tasks_per_expert
+    is_down = index < num_experts * down_tasks
+    task = tl.where(is_down, index, index - num_experts * down_tasks)
+    tasks_per_expert = tl.where(is_down, down_tasks, gate_up_tasks)
+    expert = task // tasks_per_expert
     exists = expert < num_experts
-    task = index % tasks_per_expert
-    is_down = task < down_tasks
-    task = tl.where(is_down, task, task - down_tasks)
+    task = task % tasks_per_expert
     tile_rows = tl.where(is_down, rows_h, 2 * rows_i)
     columns = tl.where(is_down, columns_i, columns_h)
     run = task // (DW_RUN * columns)
@@ -434,14 +448,15 @@ def write_weight_tasks(
     records = with_field(records, M, (tile_row - part * rows_i) * TILE_M)
     records = with_field(records, N, task // height * TILE_N)
     records = with_field(records, STEPS, blocks)
-    records = with_field(records, WAIT0, 1 + 2 * num_blocks_max + expert)
+    dhidden_of_expert = 1 + 3 * num_blocks_max + expert
+    records = with_field(records, WAIT0, dhidden_of_expert)
     records = with_field(records, WAIT0_TARGET, blocks * columns_i)
-    records = with_field(records, WAIT1, tl.where(is_down, 0, 1 + 2 * num_blocks_max + num_experts + expert))
+    records = with_field(records, WAIT1, tl.where(is_down, 0, dhidden_of_expert + num_experts))
     records = with_field(records, WAIT1_TARGET, tl.where(is_down, 0, blocks * units))
-    records = with_field(records, SIGNAL0, tl.full((WIDTH,), -1, tl.int32))
+    records = with_field(records, SIGNAL0, dhidden_of_expert + tl.where(is_down, 2, 3) * num_experts)
     records = with_field(records, SIGNAL1, tl.full((WIDTH,), -1, tl.int32))
     records = with_field(records, PART, part)
-    place = tl.load(mtile_start + num_experts) * tiles_per_mtile + index
+    place = tl.load(mtile_start + num_experts) * tiles_before + index
     fields = place.to(tl.int64)[:, None] * FIELDS + tl.arange(0, FIELDS)[None, :]
     tl.store(tasks + fields, records, mask=exists[:, None])
 
@@ -458,7 +473,8 @@ def write_tasks(
     forward_group_size,
     backward_group_size,
     forward_groups_per_phase,
-    backward_groups_per_phase,
+    num_mtiles_max,
+    weight_tasks,
     hidden_size,
     intermediate_size,
     units,
@@ -477,19 +493,19 @@ def write_tasks(
     if program < forward_programs:
         write_tile_tasks(
             forward_tasks, program, expert_start, mtile_start, forward_group_start, num_experts, forward_group_size,
-            forward_groups_per_phase, rows_i, columns_h, hidden_size, intermediate_size, units, num_blocks_max, True, WIDTH,
-            BINS,
+            forward_groups_per_phase, forward_group_start, forward_group_size, rows_i, columns_h, 0, hidden_size,
+            intermediate_size, units, num_blocks_max, True, WIDTH, BINS,
         )  # fmt: skip
     elif program < forward_programs + backward_programs:
         write_tile_tasks(
             backward_tasks, program - forward_programs, expert_start, mtile_start, backward_group_start, num_experts,
-            backward_group_size, backward_groups_per_phase, columns_i, columns_h, hidden_size, intermediate_size, units,
-            num_blocks_max, False, WIDTH, BINS,
+            backward_group_size, num_mtiles_max, forward_group_start, forward_group_size, columns_i, columns_h, weight_tasks,
+            hidden_size, intermediate_size, units, num_blocks_max, False, WIDTH, BINS,
         )  # fmt: skip
     else:
         write_weight_tasks(
             backward_tasks, program - forward_programs - backward_programs, expert_start, mtile_start, num_experts,
-            columns_i + columns_h, hidden_size, intermediate_size, units, num_blocks_max, WIDTH,
+            columns_i, hidden_size, intermediate_size, units, num_blocks_max, WIDTH,
         )  # fmt: skip
 
 

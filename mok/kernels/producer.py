@@ -148,7 +148,10 @@ def produce(job, loads, ring, started, BACKWARD: gl.constexpr, LAST: gl.constexp
         if not skipped:
             note_time(job, i, TRACE_WAIT)
             wait_for(job.counters + gl.load(task + WAIT0), gl.load(task + WAIT0_TARGET), job.status, False)
-            value = wait_for(job.counters + gl.load(task + WAIT1), gl.load(task + WAIT1_TARGET), job.status, False)
+            target = gl.load(task + WAIT1_TARGET)
+            if LAST == DX:
+                target = gl.where(kind == DX, 0, target)  # the weight gradients that it would wait for are left out
+            value = wait_for(job.counters + gl.load(task + WAIT1), target, job.status, False)
             fence_async_global(value)
             note_time(job, i, TRACE_LOAD)
         if skipped:

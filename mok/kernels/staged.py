@@ -318,9 +318,9 @@ def weight_tile(
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Kernels: each walks the tasks of one kind. In a table whose phases hold all groups they are one stretch: `tiles` tasks for
-# each m-tile, after `tiles_before` for each. `sizes` is the planner's.
+# each m-tile, after `tiles_before` for each, and after `tasks_before` others. `sizes` is the planner's.
 
-RUNTIME_SIZES = ["tiles", "tiles_before", "steps", "num_sums", "num_experts", "tasks_per_expert", "first", "count"]
+RUNTIME_SIZES = ["tiles", "tiles_before", "steps", "num_sums", "tasks_before", "count"]
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
@@ -361,26 +361,26 @@ def run_dh(
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def run_dx(
-    tasks, sizes, tiles_before, tiles, dgate_rows, dup_rows, gate, up, dx_rows, width, steps,
+    tasks, sizes, tiles_before, tasks_before, tiles, dgate_rows, dup_rows, gate, up, dx_rows, width, steps,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """`dx_tile` for every DX task. Program: one of any number; tasks round robin."""
     mtiles = tl.load(sizes + SIZE_MTILES)
     for i in range(tl.program_id(0), mtiles * tiles, tl.num_programs(0)):
-        task = tasks + (mtiles * tiles_before + i) * FIELDS
+        task = tasks + (mtiles * tiles_before + tasks_before + i) * FIELDS
         dx_tile(task, dgate_rows, dup_rows, gate, up, dx_rows, width, steps, BLOCK_N, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def run_weights(
-    tasks, sizes, tiles_before, num_experts, tasks_per_expert, first, count, left_rows, right_rows, gradient, up_gradient,
+    tasks, sizes, tiles_before, tasks_before, count, left_rows, right_rows, gradient, up_gradient,
     expert_stride, up_stride, height, width, CONTINUE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """`weight_tile` for the tasks first..first + count - 1 of each expert's `tasks_per_expert`: all DW_DOWN, or all DW_GATE_UP,
-    whose PART picks the left operand and the gradient. Program: one of any number; tasks round robin."""
-    before = tl.load(sizes + SIZE_MTILES) * tiles_before + first
-    for i in range(tl.program_id(0), num_experts * count, tl.num_programs(0)):
-        task = tasks + (before + i // count * tasks_per_expert + i % count) * FIELDS
+    """`weight_tile` for `count` tasks: all DW_DOWN, or all DW_GATE_UP, whose PART picks the left operand and the gradient.
+    Program: one of any number; tasks round robin."""
+    before = tl.load(sizes + SIZE_MTILES) * tiles_before + tasks_before
+    for i in range(tl.program_id(0), count, tl.num_programs(0)):
+        task = tasks + (before + i) * FIELDS
         part = tl.load(task + PART)
         target = gradient
         stride = expert_stride

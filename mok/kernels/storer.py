@@ -24,36 +24,47 @@ from mok.kernels.ring import (
 )
 from mok.kernels.tasks import DH, DW_GATE_UP, DX, EXPERT, FIELDS, GATE_UP, HALF, KIND, PART, ROW, SIGNAL0, SIGNAL1, STEPS, M, N
 
-# Stores of a task that may still be reading their slots when the next piece is taken up; every task has at least so many.
-STORES_AHEAD = gl.constexpr(2)
-
 
 @gluon.jit
-def send(destination, row, column, pieces, at, index):
-    """Store bf16 piece number `index` of a task; hand back the slot of the newest one that has left shared memory."""
+def send(destination, row, column, pieces, at):
+    """Start the store of the next bf16 piece."""
     mbarrier.wait(pieces.full.index(at.slot), at.phase)
     tma_store(destination, [row, column], pieces.data.index(at.slot))
-    tma_store_wait(STORES_AHEAD)
-    mbarrier.arrive(pieces.empty.index(at.slot_before(STORES_AHEAD)), count=1, pred=index >= STORES_AHEAD)
     return at.next()
 
 
 @gluon.jit
-def send_gradient(gradient, expert, m, column, pieces, at):
-    for q in range(8):
-        mbarrier.wait(pieces.full.index(at.slot), at.phase)
-        piece = pieces.data.index(at.slot)._reinterpret(gl.float32, [1, HALF_M, PIECE_N // 2], GRADIENT_TILE)
-        tma_store(gradient, [expert, m, column + q * (PIECE_N // 2)], piece)
-        tma_store_wait(STORES_AHEAD)
-        mbarrier.arrive(pieces.empty.index(at.slot_before(STORES_AHEAD)), count=1, pred=q >= STORES_AHEAD)
-        at = at.next()
+def release(pieces, at, COUNT: gl.constexpr):
+    """Free the slots of the COUNT pieces sent last, once they have left shared memory."""
+    tma_store_wait(0)
+    for k in gl.static_range(COUNT):
+        mbarrier.arrive(pieces.empty.index(at.slot_before(COUNT - k)), count=1)
+
+
+@gluon.jit
+def send_pair(destination, row, column, pieces, at):
+    for k in gl.static_range(2):
+        at = send(destination, row, column + k * PIECE_N, pieces, at)
+    release(pieces, at, 2)
     return at
 
 
 @gluon.jit
 def send_rows(destination, row, column, pieces, at):
+    for q in range(2):
+        at = send_pair(destination, row, column + q * (2 * PIECE_N), pieces, at)
+    return at
+
+
+@gluon.jit
+def send_gradient(gradient, expert, m, column, pieces, at):
     for q in range(4):
-        at = send(destination, row, column + q * PIECE_N, pieces, at, q)
+        for k in gl.static_range(2):
+            mbarrier.wait(pieces.full.index(at.slot), at.phase)
+            piece = pieces.data.index(at.slot)._reinterpret(gl.float32, [1, HALF_M, PIECE_N // 2], GRADIENT_TILE)
+            tma_store(gradient, [expert, m, column + q * PIECE_N + k * (PIECE_N // 2)], piece)
+            at = at.next()
+        release(pieces, at, 2)
     return at
 
 
@@ -73,20 +84,18 @@ def store(job, stores, pieces, started, BACKWARD: gl.constexpr, LAST: gl.constex
                 note_time(job, i, TRACE_FINISH)
             if not BACKWARD:
                 if kind == GATE_UP:
-                    for q in gl.static_range(2):
-                        at = send(stores.h_rows, row, column + q * PIECE_N, pieces, at, q)
+                    at = send_pair(stores.h_rows, row, column, pieces, at)
                     if stores.keep:
-                        for q in gl.static_range(2):
-                            at = send(stores.gate_rows, row, column + q * PIECE_N, pieces, at, 2 + q)
-                        for q in gl.static_range(2):
-                            at = send(stores.up_rows, row, column + q * PIECE_N, pieces, at, 4 + q)
+                        at = send_pair(stores.gate_rows, row, column, pieces, at)
+                        at = send_pair(stores.up_rows, row, column, pieces, at)
                 else:
                     at = send_rows(stores.y_rows, row, column, pieces, at)
             elif kind == DH:
                 for q in range(4):
-                    at = send(stores.wh_rows, row, column + q * PIECE_N, pieces, at, 3 * q)
-                    at = send(stores.dgate_rows, row, column + q * PIECE_N, pieces, at, 3 * q + 1)
-                    at = send(stores.dup_rows, row, column + q * PIECE_N, pieces, at, 3 * q + 2)
+                    at = send(stores.wh_rows, row, column + q * PIECE_N, pieces, at)
+                    at = send(stores.dgate_rows, row, column + q * PIECE_N, pieces, at)
+                    at = send(stores.dup_rows, row, column + q * PIECE_N, pieces, at)
+                    release(pieces, at, 3)
             elif kind == DX:
                 at = send_rows(stores.dx_rows, row, column, pieces, at)
             else:
@@ -99,9 +108,6 @@ def store(job, stores, pieces, started, BACKWARD: gl.constexpr, LAST: gl.constex
                         at = send_gradient(stores.gradients[1], expert, m, column, pieces, at)
                 else:
                     at = send_gradient(stores.gradients[2], expert, m, column, pieces, at)
-            tma_store_wait(0)
-            for count in gl.static_range(STORES_AHEAD):
-                mbarrier.arrive(pieces.empty.index(at.slot_before(count + 1)), count=1)
             signal0 = gl.load(task + SIGNAL0)
             signal1 = gl.load(task + SIGNAL1)
             stores_complete(i)

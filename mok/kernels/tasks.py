@@ -10,13 +10,17 @@ of kinds, columns, counters and tile sides, and nothing else: the planner (`mok.
 | GATE_UP | x_rows | gate, up | h_rows, gate_rows, up_rows | X_IN of its blocks | HIDDEN |
 | DOWN | h_rows | down | y_rows | HIDDEN | GROUP, TOTAL |
 | DH | dy_rows | down^T | wh_rows, dgate_rows, dup_rows, partial sums | DY_IN of its blocks | DHIDDEN, DHIDDEN_OF_EXPERT |
-| DX | dgate_rows, dup_rows | gate^T, up^T | dx_rows | DHIDDEN | TOTAL |
-| DW_GATE_UP | dgate_rows^T or dup_rows^T | x_rows | gradient of gate, up | DHIDDEN_OF_EXPERT, X_IN_OF_EXPERT | none |
-| DW_DOWN | dy_rows^T | wh_rows | gradient of down | DHIDDEN_OF_EXPERT | none |
+| DW_DOWN | dy_rows^T | wh_rows | gradient of down | DHIDDEN_OF_EXPERT | DOWN_DONE_OF_EXPERT |
+| DW_GATE_UP | dgate_rows^T, dup_rows^T | x_rows | gradient of gate, up | DHIDDEN_OF_EXPERT, X_IN_OF_EXPERT | X_DONE_OF_EXPERT |
+| DX | dgate_rows, dup_rows | gate^T, up^T | dx_rows | DHIDDEN, X_DONE_OF_EXPERT | GROUP, TOTAL |
+
+The kinds of the backward are listed in that order. So one buffer of rows holds dy_rows, then x_rows, which the mover brings
+when DOWN_DONE_OF_EXPERT is reached, then dx_rows; in the forward one holds x_rows, then y_rows.
 
 Counters of one launch, with B = blocks that fit in the row buffers and L = local experts:
 forward TOTAL | X_IN[B] | HIDDEN[B] | GROUP[B];
-backward TOTAL | DY_IN[B] | DHIDDEN[B] | DHIDDEN_OF_EXPERT[L] | X_IN_OF_EXPERT[L].
+backward TOTAL | DY_IN[B] | DHIDDEN[B] | GROUP[B] | DHIDDEN_OF_EXPERT[L] | X_IN_OF_EXPERT[L] | DOWN_DONE_OF_EXPERT[L] |
+X_DONE_OF_EXPERT[L].
 """
 
 from __future__ import annotations

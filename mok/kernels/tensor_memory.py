@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mok.kernels.consumer import halves, limited, put
+from mok.kernels.consumer import halves, hand_over, limited, place, wait_for_slots
 from mok.kernels.gluon_compat import barrier, record, tma_store, tma_store_wait
 from mok.kernels.mover import combine_rest
 from mok.kernels.ring import (
@@ -168,6 +168,15 @@ def multiply(job, ring, accumulators, started, BACKWARD: gl.constexpr, LAST: gl.
 
 
 @gluon.jit
+def put(piece, pieces, at):
+    """Hand a bf16 piece to the store warp, which frees slots one by one."""
+    wait_for_slots(pieces, at, 1)
+    at = place(piece, pieces, at)
+    hand_over(pieces, at, 1)
+    return at
+
+
+@gluon.jit
 def quarter(tile, J: gl.constexpr):
     return tile.slice(J * PIECE_N, PIECE_N).load(FRAGMENT)
 
@@ -240,9 +249,9 @@ def finish_dh(
         d = dh * weight[:, None]
         at = put(d * slope, pieces, at)
         at = put(d * silu, pieces, at)
-    place = partial + rows.to(gl.int64) * NUM_BLOCKS + column // 128
-    gl.store(place, first_total, mask=inside < num_rows)
-    gl.store(place + 1, total, mask=(inside < num_rows) & (column // 128 + 1 < NUM_BLOCKS))
+    target = partial + rows.to(gl.int64) * NUM_BLOCKS + column // 128
+    gl.store(target, first_total, mask=inside < num_rows)
+    gl.store(target + 1, total, mask=(inside < num_rows) & (column // 128 + 1 < NUM_BLOCKS))
     return ring_at, at
 
 
@@ -329,8 +338,7 @@ def finish(
             barrier()  # all warps have read the tile
             mbarrier.arrive(accumulators.free.index(which), count=1)
             turn += 1
-    if not BACKWARD:
-        combine_rest(job, moves, rows, token_order, total_target, 0, 1, 8)
+    combine_rest(job, moves, rows, token_order, total_target, not BACKWARD, 0, 1, 8)
 
 
 @gluon.jit

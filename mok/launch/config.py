@@ -24,7 +24,7 @@ SHARED_OVERHEAD_BYTES = 1024
 class KernelConfig:
     """Knobs of one layer's launches.
 
-    forward_order, backward_order: the order of the tiles, see `TaskOrder`.
+    forward_order, backward_order: the order of the tiles, see `TaskOrder`; the backward's has one phase.
     mover_share: part of the tokens that the mover warps combine while tiles still run; the rest is summed at the end.
     stages: operand stages of 48 KiB in the ring.
     pieces: store pieces of 8 KiB of each consumer.
@@ -77,6 +77,8 @@ def bad_settings(config: KernelConfig) -> list[str]:
     for name, order in orders:
         least += [(f"{name} group_size", order.group_size, 1), (f"{name} groups_per_phase", order.groups_per_phase, 0)]
     found = [f"{name} = {value}: must be at least {low}" for name, value, low in least if value < low]
+    if config.backward_order.groups_per_phase > 0:
+        found.append(f"backward groups_per_phase = {config.backward_order.groups_per_phase}: must be 0, it has one phase")
     if not 0 <= config.mover_share <= 1:
         found.append(f"mover_share = {config.mover_share}: must be from 0 to 1")
     return found

@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mok.kernels import mega, ring, tasks
 from mok.kernels.rows import sum_partials
 from mok.launch.config import KernelConfig
-from mok.launch.plan import DevicePlan
+from mok.launch.plan import DevicePlan, ceil_div
 
 __all__ = ["Backward", "Gradients", "RowBox", "Weights", "backward", "forward", "recompute", "row_box"]
 
@@ -158,7 +158,7 @@ def _launch_forward(
     rows, blocks, top_k = plan.max_rows, plan.max_blocks, plan.top_k
     box = row_box(hidden_size)
     x_rows = x_TH.new_empty(rows, hidden_size)
-    y_rows = x_TH.new_empty(rows, hidden_size)
+    y_rows = x_rows  # a DOWN tile waits for the tiles that read its rows of x
     h_rows = x_TH.new_empty(rows, width)
     gate_rows = x_TH.new_empty(rows, width) if keep else None
     up_rows = x_TH.new_empty(rows, width) if keep else None
@@ -225,7 +225,8 @@ def backward(
     rows, blocks, top_k = plan.max_rows, plan.max_blocks, plan.top_k
     num_experts = experts.gate.shape[0]
     box = row_box(hidden_size)
-    x_rows, dy_rows, dx_rows = (x_TH.new_empty(rows, hidden_size) for _ in range(3))
+    # First dy, then x, then dx: the tasks that read the one before are waited for, see `mok.kernels.tasks`.
+    dy_rows = x_rows = dx_rows = x_TH.new_empty(rows, hidden_size)
     wh_rows = x_TH.new_empty(rows, width)
     num_partials = -(-width // PARTIAL_COLUMNS)
     partial = weights_TK.new_empty(rows, num_partials)
@@ -236,7 +237,7 @@ def backward(
     else:
         last_kind = tasks.DW_DOWN.value
     assert plan.backward_tasks is not None
-    tables = _tables(plan, plan.backward_tasks, 1 + 2 * blocks + 2 * num_experts, weights_TK, shared_TH, None, trace)
+    tables = _tables(plan, plan.backward_tasks, 1 + 3 * blocks + 4 * num_experts, weights_TK, shared_TH, None, trace)
     _run(
         mega.mega_backward,
         config,
@@ -268,8 +269,11 @@ def backward(
         dx_rows,
         dx_TH,
         x_TH.shape[0],
-        x_TH.shape[0],
-        1 + 2 * blocks + num_experts,
+        int(x_TH.shape[0] * config.mover_share),
+        1 + 2 * blocks,
+        1 + 3 * blocks + num_experts,
+        1 + 3 * blocks + 2 * num_experts,
+        2 * ceil_div(hidden_size, tasks.TILE_M.value) * ceil_div(width, tasks.TILE_N.value),
         int(gradients.started),
         top_k,
         num_partials,

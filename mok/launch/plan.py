@@ -23,7 +23,7 @@ __all__ = ["DevicePlan", "TaskOrder", "ceil_div", "max_rows", "plan_on_device", 
 RUN = 128
 """Items of one run of the counting sort: comparing all pairs of a run stays in registers."""
 
-SCAN_RUNS = 256
+SCAN_RUNS = 1024
 """Runs that the scan over runs takes at a time."""
 
 MAX_BINS = 512
@@ -42,7 +42,7 @@ class TaskOrder:
     """In which order the tiles of one pass are listed; changes time and cache traffic, never a bit.
 
     group_size: m-tiles of an expert that are walked together.
-    groups_per_phase: groups whose first products are all listed before their second; 0 for all.
+    groups_per_phase: groups whose first products are all listed before their second; 0 for all, as always in the backward.
     """
 
     group_size: int = 16
@@ -214,8 +214,8 @@ def plan_tables(
     kernels.write_tasks[(sum(programs),)](
         forward_tasks, forward_tasks if backward_tasks is None else backward_tasks, expert_start, mtile_start,
         forward_group_start, backward_group_start, num_experts, forward_order.group_size, backward.group_size,
-        forward_order.groups_per_phase or mtiles, backward.groups_per_phase or mtiles, hidden_size, intermediate_size, units,
-        blocks, programs[0], programs[1], WIDTH=WIDTH, BINS=bins,
+        forward_order.groups_per_phase or mtiles, mtiles, weight_tasks, hidden_size, intermediate_size, units, blocks,
+        programs[0], programs[1], WIDTH=WIDTH, BINS=bins,
     )  # fmt: skip
     combine_token_T, combine_group_T = order_tokens(row_of_route_TK, group_of_block_B, forward_group_start, mtiles)
     return DevicePlan(
@@ -265,7 +265,7 @@ def sum_before(counts: Tensor) -> Tensor:
     """Sums of the rows of `counts` [runs, bins] before each, and of all of them: int32 [runs + 1, bins]."""
     runs, bins = counts.shape
     before = empty(counts.device, runs + 1, bins)
-    width = min(bins, 16)
+    width = min(bins, 4)
     kernels.scan_runs[(bins // width,)](counts, before, runs, BINS=bins, RUNS=SCAN_RUNS, WIDTH=width, num_warps=8)
     return before
 

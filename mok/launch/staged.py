@@ -216,8 +216,8 @@ def dx(
     n, c = config.block_n, config.block_c
     dgate_rows, dup_rows = d_gate_up_2PI
     kernels.run_dx[(gpu.num_sms,)](
-        plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N), ceil_div(hidden, TILE_N),
-        operand(config, dgate_rows, TILE_M, c), operand(config, dup_rows, TILE_M, c),
+        plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N), sum(weight_tasks(plan, hidden, width)),
+        ceil_div(hidden, TILE_N), operand(config, dgate_rows, TILE_M, c), operand(config, dup_rows, TILE_M, c),
         operand(config, gate_LIH, c, n), operand(config, up_LIH, c, n), dx_rows, hidden,
         ceil_div(width, c), **options(config),
     )  # fmt: skip
@@ -233,12 +233,12 @@ def down_gradient(
     config: StagedConfig,
 ) -> None:
     """d_down_LHI = dy^T (weight * h) of each expert's rows, fp32, begun or continued; its rows must be contiguous."""
-    num_experts, hidden, width = d_down_LHI.shape
+    _, hidden, width = d_down_LHI.shape
     n, c = config.block_n, config.block_c
-    down_tasks, tasks_per_expert = weight_tasks(hidden, width)
+    down_tasks, _ = weight_tasks(plan, hidden, width)
     kernels.run_weights[(gpu.num_sms,)](
-        plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N) + ceil_div(hidden, TILE_N), num_experts, tasks_per_expert,
-        0, down_tasks, operand(config, dy_rows, c, TILE_M), operand(config, wh_rows, c, n), d_down_LHI, d_down_LHI,
+        plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N), 0, down_tasks,
+        operand(config, dy_rows, c, TILE_M), operand(config, wh_rows, c, n), d_down_LHI, d_down_LHI,
         d_down_LHI.stride(0), d_down_LHI.stride(0), hidden, width, CONTINUE=started, **options(config),
     )  # fmt: skip
 
@@ -254,20 +254,19 @@ def gate_up_gradients(
     config: StagedConfig,
 ) -> None:
     """d_gate_LIH, d_up_LIH = d_gate_up_2PI[0, 1]^T x of each expert's rows; as `down_gradient`. d_gate_up_2PI: [2, P, I]."""
-    num_experts, width, hidden = d_gate_LIH.shape
+    _, width, hidden = d_gate_LIH.shape
     n, c = config.block_n, config.block_c
-    down_tasks, tasks_per_expert = weight_tasks(hidden, width)
     kernels.run_weights[(gpu.num_sms,)](
-        plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N) + ceil_div(hidden, TILE_N), num_experts, tasks_per_expert,
-        down_tasks, tasks_per_expert - down_tasks, operand(config, d_gate_up_2PI, c, TILE_M), operand(config, x_rows, c, n),
+        plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N), *weight_tasks(plan, hidden, width),
+        operand(config, d_gate_up_2PI, c, TILE_M), operand(config, x_rows, c, n),
         d_gate_LIH, d_up_LIH, d_gate_LIH.stride(0), d_up_LIH.stride(0), width, hidden, CONTINUE=started, **options(config),
     )  # fmt: skip
 
 
-def weight_tasks(hidden: int, width: int) -> tuple[int, int]:
-    """(DW_DOWN tasks, all weight-gradient tasks) of one expert."""
+def weight_tasks(plan: DevicePlan, hidden: int, width: int) -> tuple[int, int]:
+    """(DW_DOWN tasks, DW_GATE_UP tasks) of a plan."""
     down_tasks = ceil_div(hidden, TILE_M) * ceil_div(width, TILE_N)
-    return down_tasks, down_tasks + 2 * ceil_div(width, TILE_M) * ceil_div(hidden, TILE_N)
+    return plan.num_experts * down_tasks, plan.num_experts * 2 * ceil_div(width, TILE_M) * ceil_div(hidden, TILE_N)
 
 
 def partial_sums(rows: int, width: int, device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 
@@ -121,15 +121,18 @@ def backward_tasks(
     intermediate_size: int,
     *,
     group_size: int,
-    groups_per_phase: int,
+    combine_group_size: int,
     units: int,
     num_blocks_max: int,
 ) -> list[Task]:
-    """DH and DX of every m-tile, then the weight gradients of every expert, also of those without rows."""
+    """DH of every m-tile, the gradients of down, then of gate and up, of every expert (also of those without rows), DX of
+    every m-tile. combine_group_size: m-tiles of a group of the forward, for which a DX tile signals."""
     num_experts = len(expert_start) - 1
-    dh_columns = ceil_div(intermediate_size, TILE_N)
-    dhidden_of_expert = 1 + 2 * num_blocks_max
-    x_in_of_expert = dhidden_of_expert + num_experts
+    dh_columns, dx_columns = ceil_div(intermediate_size, TILE_N), ceil_div(hidden_size, TILE_N)
+    rows_h, rows_i = ceil_div(hidden_size, TILE_M), ceil_div(intermediate_size, TILE_M)
+    dhidden_of_expert = 1 + 3 * num_blocks_max
+    x_in_of_expert, down_done_of_expert, x_done_of_expert = (dhidden_of_expert + i * num_experts for i in (1, 2, 3))
+    combine_group = {tile.row: tile.group for tile in mtiles(expert_start, combine_group_size)}
 
     def dh(tile: MTile, column: int) -> Task:
         block = tile.row // ROW_BLOCK
@@ -143,25 +146,43 @@ def backward_tasks(
         block = tile.row // ROW_BLOCK
         return Task(
             DX, tile.expert, tile.row, 0, column * TILE_N, 2 * ceil_div(intermediate_size, TILE_C), tile.half,
-            wait0=1 + num_blocks_max + block, wait0_target=(2 - tile.half) * dh_columns, signal0=TOTAL,
+            wait0=1 + num_blocks_max + block, wait0_target=(2 - tile.half) * dh_columns,
+            wait1=x_done_of_expert + tile.expert, wait1_target=2 * 2 * rows_i * dx_columns,
+            signal0=1 + 2 * num_blocks_max + combine_group[tile.row], signal1=TOTAL,
+        )  # fmt: skip
+
+    def weight(expert: int) -> Task:
+        start, end = expert_start[expert : expert + 2]
+        blocks = (end - start) // ROW_BLOCK
+        return Task(
+            DW_DOWN, expert, start, 0, 0, blocks, 0,
+            wait0=dhidden_of_expert + expert, wait0_target=blocks * dh_columns, signal0=down_done_of_expert + expert,
+        )  # fmt: skip
+
+    def weight_gate_up(expert: int) -> Task:
+        task = weight(expert)
+        return replace(
+            task, kind=DW_GATE_UP, wait1=x_in_of_expert + expert, wait1_target=task.steps * units,
+            signal0=x_done_of_expert + expert,
         )  # fmt: skip
 
     tiles = mtiles(expert_start, group_size)
-    found = list(in_phases(tiles, groups_per_phase, (dh, dh_columns), (dx, ceil_div(hidden_size, TILE_N))))
-    rows_h, rows_i = ceil_div(hidden_size, TILE_M), ceil_div(intermediate_size, TILE_M)
-    for expert, (start, end) in enumerate(pairwise(expert_start)):
-        blocks = (end - start) // ROW_BLOCK
-        task = Task(
-            DW_DOWN, expert, start, 0, 0, blocks, 0,
-            wait0=dhidden_of_expert + expert, wait0_target=blocks * dh_columns,
-        )  # fmt: skip
+    found = list(stretch(tiles, dh, dh_columns))
+    for expert in range(num_experts):
         for row, column in in_runs(rows_h, dh_columns):
-            found.append(replace(task, m=row * TILE_M, n=column * TILE_N))
-        task = replace(task, kind=DW_GATE_UP, wait1=x_in_of_expert + expert, wait1_target=blocks * units)
-        for row, column in in_runs(2 * rows_i, ceil_div(hidden_size, TILE_N)):
+            found.append(replace(weight(expert), m=row * TILE_M, n=column * TILE_N))
+    for expert in range(num_experts):
+        for row, column in in_runs(2 * rows_i, dx_columns):
             part, row_of_part = divmod(row, rows_i)
-            found.append(replace(task, m=row_of_part * TILE_M, n=column * TILE_N, part=part))
-    return found
+            found.append(replace(weight_gate_up(expert), m=row_of_part * TILE_M, n=column * TILE_N, part=part))
+    return found + list(stretch(tiles, dx, dx_columns))
+
+
+def stretch(tiles: list[MTile], make: Callable[[MTile, int], Task], columns: int) -> Iterator[Task]:
+    """The tasks of one kind: groups in order, then columns, then m-tiles."""
+    for _, group in groupby(tiles, key=lambda tile: tile.group):
+        members = list(group)
+        yield from (make(tile, column) for column in range(columns) for tile in members)
 
 
 def in_phases(
@@ -176,19 +197,13 @@ def in_phases(
     """
     num_groups = tiles[-1].group + 1 if tiles else 0
     span = groups_per_phase or max(num_groups, 1)
-    groups = [[tile for tile in tiles if tile.group == group] for group in range(num_groups)]
-    phases = [groups[start : start + span] for start in range(0, num_groups, span)]
-
-    def stretch(phase: list[list[MTile]], kind: tuple[Callable[[MTile, int], Task], int]) -> Iterator[Task]:
-        make, columns = kind
-        return (make(tile, column) for group in phase for column in range(columns) for tile in group)
-
+    phases = [[tile for tile in tiles if tile.group // span == phase] for phase in range(ceil_div(num_groups, span))]
     for place, phase in enumerate(phases):
-        yield from stretch(phase, first)
+        yield from stretch(phase, *first)
         if place:
-            yield from stretch(phases[place - 1], second)
+            yield from stretch(phases[place - 1], *second)
     if phases:
-        yield from stretch(phases[-1], second)
+        yield from stretch(phases[-1], *second)
 
 
 def in_runs(rows: int, columns: int) -> Iterator[tuple[int, int]]:

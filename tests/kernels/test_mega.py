@@ -231,9 +231,9 @@ def test_repeats_and_settings_change_no_bit(hopper: torch.device) -> None:
         poison(hopper)
         assert_all_same_bits(first, run(inputs))
     for config in (
-        KernelConfig(TaskOrder(1, 1), TaskOrder(1, 1), mover_share=0.0),
-        KernelConfig(TaskOrder(4, 3), TaskOrder(2, 5), mover_share=1.0, programs=100),
-        KernelConfig(TaskOrder(16, 0), TaskOrder(32, 2), mover_share=0.3, stages=2, programs=7),
+        KernelConfig(TaskOrder(1, 1), TaskOrder(1), mover_share=0.0),
+        KernelConfig(TaskOrder(4, 3), TaskOrder(2), mover_share=1.0, programs=100),
+        KernelConfig(TaskOrder(16, 0), TaskOrder(32), mover_share=0.3, stages=2, programs=7, pieces=3),
     ):
         assert_all_same_bits(first, run(inputs, config=config))
     assert_all_same_bits(first, run(inputs, recompute="activations"))

@@ -64,7 +64,7 @@ ORDERS = [(case, TaskOrder(2, 0)) for case in CASES] + [
 def planned(
     ids_TK: torch.Tensor, num_experts: int, grid: CallGrid, order: TaskOrder, device: torch.device, layer: int = 0
 ) -> DevicePlan:
-    return plan_on_device(ids_TK.to(device), num_experts, HIDDEN, INNER, order, order, grid=grid, units=3, layer=layer)
+    return plan_on_device(ids_TK.to(device), num_experts, HIDDEN, INNER, order, TaskOrder(3), grid=grid, units=3, layer=layer)
 
 
 @pytest.mark.parametrize(("case", "order"), ORDERS, ids=str)
@@ -80,12 +80,15 @@ def test_equals_the_schedule_and_the_task_table(case: str, order: TaskOrder, dev
     assert plan.route_of_row_P[:rows].tolist() == schedule.route_of_row_P.tolist()
     assert (plan.route_of_row_P[rows:] == -1).all()
 
-    settings = {
-        "group_size": order.group_size, "groups_per_phase": order.groups_per_phase, "units": 3,
-        "num_blocks_max": plan.max_blocks,
-    }  # fmt: skip
-    forward = task_table.table(task_table.forward_tasks(starts, HIDDEN, INNER, **settings))
-    backward = task_table.table(task_table.backward_tasks(starts, HIDDEN, INNER, **settings))
+    sizes = {"units": 3, "num_blocks_max": plan.max_blocks}
+    forward = task_table.table(
+        task_table.forward_tasks(
+            starts, HIDDEN, INNER, group_size=order.group_size, groups_per_phase=order.groups_per_phase, **sizes
+        )
+    )
+    backward = task_table.table(
+        task_table.backward_tasks(starts, HIDDEN, INNER, group_size=3, combine_group_size=order.group_size, **sizes)
+    )
     targets = task_table.group_targets(starts, order.group_size, HIDDEN)
     _, num_forward, num_backward, num_groups, num_mtiles, *rest = plan.sizes.tolist()
     assert (num_forward, num_backward, num_groups, rest) == (len(forward), len(backward), len(targets), [0] * 3)

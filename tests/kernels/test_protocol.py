@@ -1,8 +1,8 @@
 """The megakernel's protocol with the real task table, every program alive at once and interleaved at random.
 
 A plain-Triton model of the loop, next task -> wait -> body -> signal, beside movers that bring rows and combine them. Bodies
-do no arithmetic: they check that everything a tile reads has been written, and note what they wrote. What the hardware adds,
-the order in which memory becomes visible, is not modelled.
+do no arithmetic: they check that everything a tile reads has been written, and note what they wrote, and over what. What the
+hardware adds, the order in which memory becomes visible, is not modelled.
 """
 
 from __future__ import annotations
@@ -70,11 +70,12 @@ COLUMNS_ = tl.constexpr(COLUMNS)
 @triton.jit
 def walk(
     tasks, num_tasks, counters, expert_start, expert_of_block, first, second, rows_in, x_in, faults, row_of_route, token_order,
-    group_of_token, group_target, num_tokens, num_blocks, max_blocks, num_experts, first_tiles, second_tiles,
+    group_of_token, group_target, num_tokens, num_blocks, max_blocks, num_experts, first_tiles, second_tiles, down_done,
     FORWARD: tl.constexpr, WALKERS: tl.constexpr, MOVERS: tl.constexpr, UNITS: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Programs 0..WALKERS-1 walk tasks, the rest move rows. `first`, `second`: tiles of the first and second kind written of
-    each block; rows_in, x_in: blocks delivered; faults[program] counts reads of what was not there."""
+    each block; rows_in, x_in: blocks delivered, in one memory with what comes after them: whoever writes that takes them away;
+    faults[program] counts reads of what was not there."""
     me = tl.program_id(0)
     bad = 0
     if me < WALKERS:
@@ -93,6 +94,7 @@ def walk(
                         note(first, b, tl.load(task + N) // (128 if FORWARD else 256))
                     else:
                         bad += 1 - written(first, b, first_tiles).to(tl.int32)
+                        tl.store((rows_in if FORWARD else x_in) + b * COLUMNS_, 0)
                         note(second, b, tl.load(task + N) // 256)
                     for signal in range(2):
                         counter = tl.load(task + (SIGNAL0 if signal == 0 else SIGNAL1))
@@ -102,30 +104,30 @@ def walk(
                 expert = tl.load(task + EXPERT)
                 for b in range(tl.load(expert_start + expert) // ROW_BLOCK, tl.load(expert_start + expert + 1) // ROW_BLOCK):
                     bad += 1 - written(first, b, first_tiles).to(tl.int32)
-                    if kind == DW_GATE_UP:
-                        bad += 1 - written(x_in, b, 1).to(tl.int32)
+                    bad += 1 - written(x_in if kind == DW_GATE_UP else rows_in, b, 1).to(tl.int32)
+                for _ in range(2):  # one store warp for each half
+                    tl.atomic_add(counters + tl.load(task + SIGNAL0), 1, sem="release")
     else:
         for b in range(me - WALKERS, num_blocks, MOVERS):
             note(rows_in, b, 0)
             for _ in range(UNITS):
                 tl.atomic_add(counters + 1 + b, 1, sem="release")
-        if FORWARD:
-            for i in range(me - WALKERS, num_tokens, MOVERS):
-                for group in range(tl.load(group_of_token + i) + 1):
-                    wait_for(counters + 1 + 2 * max_blocks + group, tl.load(group_target + group))
-                for k in range(K):
-                    row = tl.load(row_of_route + tl.load(token_order + i) * K + k)
-                    if row >= 0:
-                        bad += 1 - written(second, row // ROW_BLOCK, second_tiles).to(tl.int32)
-        else:
+        if not FORWARD:
             for b in range(me - WALKERS, num_blocks, MOVERS):
+                counter = counters + 1 + 3 * max_blocks + tl.load(expert_of_block + b)
+                wait_for(counter + 2 * num_experts, down_done)
+                tl.store(rows_in + b * COLUMNS_, 0)
+                bad += tl.load(second + b * COLUMNS_)
                 note(x_in, b, 0)
                 for _ in range(UNITS):
-                    counter = 1 + 2 * max_blocks + num_experts + tl.load(expert_of_block + b)
-                    tl.atomic_add(counters + counter, 1, sem="release")
-            wait_for(counters, num_blocks * second_tiles)
-            for b in range(num_blocks):
-                bad += 1 - written(second, b, second_tiles).to(tl.int32)
+                    tl.atomic_add(counter + num_experts, 1, sem="release")
+        for i in range(me - WALKERS, num_tokens, MOVERS):
+            for group in range(tl.load(group_of_token + i) + 1):
+                wait_for(counters + 1 + 2 * max_blocks + group, tl.load(group_target + group))
+            for k in range(K):
+                row = tl.load(row_of_route + tl.load(token_order + i) * K + k)
+                if row >= 0:
+                    bad += 1 - written(second, row // ROW_BLOCK, second_tiles).to(tl.int32)
     tl.store(faults + me, bad)
 
 
@@ -136,9 +138,10 @@ class Outcome(NamedTuple):
 
 
 def make_plan(order: TaskOrder) -> DevicePlan:
+    backward_order = TaskOrder(order.group_size)
     ids = random_ids(TOKENS, EXPERTS, TOP_K, torch.Generator().manual_seed(0))
     ids[3, 0] = -1
-    return plan_on_device(ids, EXPERTS, HIDDEN, WIDTH, order, order, units=UNITS)
+    return plan_on_device(ids, EXPERTS, HIDDEN, WIDTH, order, backward_order, units=UNITS)
 
 
 def run(plan: DevicePlan, forward: bool, seed: int, tasks: Tensor | None = None, max_switches: int = 30_000) -> Outcome:
@@ -146,7 +149,7 @@ def run(plan: DevicePlan, forward: bool, seed: int, tasks: Tensor | None = None,
         return torch.zeros(plan.max_blocks, COLUMNS, dtype=torch.int32)
 
     rows, num_forward, num_backward, *_ = plan.sizes.tolist()
-    counters = torch.zeros(1 + 3 * plan.max_blocks + 2 * EXPERTS, dtype=torch.int32)
+    counters = torch.zeros(1 + 3 * plan.max_blocks + 4 * EXPERTS, dtype=torch.int32)
     faults = torch.zeros(WALKERS + MOVERS, dtype=torch.int32)
     first, second = table(), table()
     listed = tasks if tasks is not None else (plan.forward_tasks if forward else plan.backward_tasks)
@@ -155,7 +158,8 @@ def run(plan: DevicePlan, forward: bool, seed: int, tasks: Tensor | None = None,
             listed, num_forward if forward else num_backward, counters, plan.expert_start, plan.expert_of_block_B, first,
             second, table(), table(), faults, plan.row_of_route_N, plan.combine_token_T, plan.combine_group_T,
             plan.group_target_G, TOKENS, rows // 64, plan.max_blocks, EXPERTS, -(-WIDTH // (128 if forward else 256)),
-            -(-HIDDEN // 256), FORWARD=forward, WALKERS=WALKERS, MOVERS=MOVERS, UNITS=UNITS, K=TOP_K,
+            -(-HIDDEN // 256), 2 * -(-HIDDEN // 128) * -(-WIDTH // 256),
+            FORWARD=forward, WALKERS=WALKERS, MOVERS=MOVERS, UNITS=UNITS, K=TOP_K,
         )  # fmt: skip
     return Outcome(int(faults.sum()), counters, second)
 
@@ -176,10 +180,9 @@ def test_nothing_is_read_before_it_is_written(forward: bool, order: TaskOrder, s
     assert found.faults == 0
     assert found.counters[0] == blocks * columns
     assert (found.second[:blocks, :columns] == 1).all()
-    if forward:
-        groups = int(plan.sizes[3])
-        reached = found.counters[1 + 2 * plan.max_blocks :][:groups]
-        assert reached.tolist() == plan.group_target_G[:groups].tolist()
+    groups = int(plan.sizes[3])
+    reached = found.counters[1 + 2 * plan.max_blocks :][:groups]
+    assert reached.tolist() == plan.group_target_G[:groups].tolist()
 
 
 def test_a_wait_that_is_too_short_is_noticed() -> None:
@@ -189,6 +192,16 @@ def test_a_wait_that_is_too_short_is_noticed() -> None:
     is_down = (tasks[:, KIND.value] == 1) & (torch.arange(len(tasks)) < plan.sizes[1])
     tasks[is_down, WAIT0_TARGET.value] -= 2
     assert any(run(plan, True, seed, tasks).faults for seed in range(3))
+
+
+def test_rows_that_are_written_over_too_early_are_noticed() -> None:
+    """DX tiles that do not come after the weight gradients put dx where x has yet to go."""
+    plan = make_plan(TaskOrder(2, 0))
+    tasks = plan.backward_tasks[: int(plan.sizes[2])].clone()
+    kinds = tasks[:, KIND.value]
+    tasks[kinds == DX.value, WAIT1_TARGET.value] = 0
+    early = torch.cat([tasks[kinds == DH.value], tasks[kinds == DX.value], tasks[kinds > DX.value]])
+    assert run(plan, False, 0, early).faults > 0
 
 
 def test_a_list_that_is_out_of_order_is_a_deadlock() -> None:

@@ -36,7 +36,8 @@ def layers(draw: st.DrawFn) -> dict[str, object]:
 
 
 def both(layer: dict[str, object]) -> list[list[Task]]:
-    return [task_table.forward_tasks(**layer), task_table.backward_tasks(**layer)]
+    backward = {name: value for name, value in layer.items() if name != "groups_per_phase"}
+    return [task_table.forward_tasks(**layer), task_table.backward_tasks(**backward, combine_group_size=layer["group_size"])]
 
 
 def covered(task: Task) -> list[tuple[int, ...]]:
@@ -79,7 +80,7 @@ def test_every_wait_is_met_by_earlier_tasks(layer: dict[str, object]) -> None:
         counters: Counter[int] = Counter({1 + block: UNITS for block in range(starts[-1] // 64)})
         if listed is backward:
             for expert in range(num_experts):
-                counters[1 + 2 * blocks_max + num_experts + expert] = UNITS * (starts[expert + 1] - starts[expert]) // 64
+                counters[1 + 3 * blocks_max + num_experts + expert] = UNITS * (starts[expert + 1] - starts[expert]) // 64
         for task in listed:
             assert counters[task.wait0] >= task.wait0_target
             assert counters[task.wait1] >= task.wait1_target
@@ -91,14 +92,13 @@ def test_every_wait_is_met_by_earlier_tasks(layer: dict[str, object]) -> None:
                 assert counters[task.wait0] == task.wait0_target
         columns = ceil_div(layer["hidden_size"], 256)
         assert counters[task_table.TOTAL] == starts[-1] // 64 * columns
-        if listed is forward:
-            targets = task_table.group_targets(starts, layer["group_size"], layer["hidden_size"])
-            assert [counters[1 + 2 * blocks_max + group] for group in range(len(targets))] == targets
+        targets = task_table.group_targets(starts, layer["group_size"], layer["hidden_size"])
+        assert [counters[1 + 2 * blocks_max + group] for group in range(len(targets))] == targets
 
 
 def nameless(listed: list[Task]) -> list[Task]:
-    """Without the group that a DOWN task signals, which is a name for the order itself."""
-    return [replace(task, signal0=0 if task.kind == DOWN else task.signal0) for task in listed]
+    """Without the group that a DOWN or DX task signals, which is a name for the order itself."""
+    return [replace(task, signal0=0 if task.kind in (DOWN, DX) else task.signal0) for task in listed]
 
 
 @given(layers(), st.integers(1, 4), st.integers(0, 3))
