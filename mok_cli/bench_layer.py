@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from mok.bench.layer import LayerRow
 
 __all__ = ["layer", "problems_of"]
+
+KEYS = ("name", "shape", "direction", "tokens", "routing")
+"""What two rows must have in common to be compared."""
 
 SLOWER = 1.1
 """Times an old median that a new one may be before `--compare` calls it a regression; equal runs differ by up to 5 %."""
@@ -78,6 +82,12 @@ def layer(
     place = torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
     if place.type == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device; use --device cpu")
+    # Before minutes of measuring, not after them.
+    if plot and find_spec("matplotlib") is None:
+        raise UsageError("--plot needs matplotlib: pip install matplotlib")
+    if trace and place.type != "cuda":
+        raise UsageError("--trace: the megakernel needs a CUDA device of compute capability 9.0")
+    old = _old_rows(compare) if compare else []
     output.line(
         f"{'':<30}{'ms':>9}{'spread':>8}{'steady':>9}{'TFLOP/s':>9}{'dense':>7}{'repeats':>9}{'error':>9}{'saved':>7}{'peak':>7}"
     )
@@ -115,7 +125,18 @@ def layer(
     if report.wrong:
         raise CheckFailed("; ".join(report.wrong))
     if compare:
-        _compare(rows, json.loads(Path(compare).read_text(encoding="utf-8"))["rows"], output)
+        _compare(rows, old, output)
+
+
+def _old_rows(path: str) -> list[dict[str, Any]]:
+    """The rows of an older report."""
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
+        return [{key: row[key] for key in (*KEYS, "median_ms")} for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"--compare {path}: is no report of `mok bench layer --json` ({type(error).__name__}: {error})"
+        ) from None
 
 
 def problems_of(names: str, tokens: int | None) -> dict[str, tuple[Any, int]]:
@@ -164,15 +185,13 @@ def _steady_line(row: LayerRow) -> str:
 
 def _rates(rate: dict[str, float | None]) -> str:
     sustained = rate["sustained"]
-    return f"{rate['burst']:.0f}, {'-' if sustained is None else f'{sustained:.0f}'}"
+    return f"{rate['burst']:.3g}, {'-' if sustained is None else f'{sustained:.3g}'}"
 
 
 def _plot(rows: Sequence[LayerRow], path: str) -> None:
     """Bars of TFLOP/s by shape and direction, one colour for each contestant."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UsageError("--plot needs matplotlib: pip install matplotlib") from error
+    import matplotlib
+
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -195,11 +214,10 @@ def _plot(rows: Sequence[LayerRow], path: str) -> None:
 
 def _compare(rows: list[dict[str, Any]], old_rows: list[dict[str, Any]], output: Output) -> None:
     """New medians over old ones, row by row; CheckFailed if one is slower than it may be."""
-    keys = ("name", "shape", "direction", "tokens", "routing")
-    old = {tuple(row[key] for key in keys): row["median_ms"] for row in old_rows}
+    old = {tuple(row[key] for key in KEYS): row["median_ms"] for row in old_rows}
     slower = []
     for row in rows:
-        was = old.get(tuple(row[key] for key in keys))
+        was = old.get(tuple(row[key] for key in KEYS))
         if was is None:
             output.line(f"{row['shape']} {row['direction']} {row['name']}: not in the old report")
             continue

@@ -186,6 +186,14 @@ def test_the_command_reports_compares_and_refuses(mok: Run, tmp_path: Path) -> N
     (tmp_path / "old.json").write_text(json.dumps(report))
     slower = mok(*arguments, "--compare", "old.json", env=one)
     assert slower.returncode == 3 and "slower than the old report" in slower.stderr
-    for wrong, named in ((("--shape", "nano"), "nano"), (("--against", "cutlass"), "cutlass"), (("--backend", "mega"), "mega")):
+    (tmp_path / "broken.json").write_text("{}")
+    for wrong, named in (
+        (("--shape", "nano"), "nano"),
+        (("--against", "cutlass"), "cutlass"),
+        (("--backend", "mega"), "mega"),
+        (("--recompute", "some"), "some"),
+        (("--compare", "broken.json"), "is no report"),
+        (("--trace", "out.json"), "needs a CUDA device"),
+    ):
         refused = mok(*arguments, *wrong, env=one)
         assert refused.returncode == 2 and named in refused.stderr
