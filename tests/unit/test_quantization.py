@@ -69,6 +69,8 @@ def plant(inputs: Inputs, block: int) -> None:
             weight[:, ::block] = 0
         inputs.down_EHI[:, :, ::block] *= 2.0**14
         inputs.down_EHI[:, 2::block] *= 2.0**14  # meets zeros of dy
+        inputs.x_TH[0] = 0  # a row without products
+        inputs.dy_TH[0] *= 2.0**14  # in the group of the rows after it
 
 
 def unplanted(name: str, value: Tensor, block: int) -> Tensor:
