@@ -33,6 +33,18 @@ def plans(draw: st.DrawFn) -> list[Schedule]:
     return [build_schedule(i, experts, grid, counts, tile_rows) for i, grid in zip(ids, grids, strict=True)]
 
 
+def runs(plan: Schedule) -> list[tuple[int, int, int]]:
+    """(expert, first row, real rows) of each segment of each expert of the plan's rank, expert by expert."""
+    own = slice(plan.first_expert, plan.first_expert + plan.num_local_experts)
+    starts, rows = plan.segment_start_XE[:, own].T.tolist(), plan.segment_rows_XE[:, own].T.tolist()
+    return [
+        (expert, start, count)
+        for expert in range(plan.num_local_experts)
+        for start, count in zip(starts[expert], rows[expert], strict=True)
+        if count
+    ]
+
+
 @settings(max_examples=30, deadline=None)
 @given(plans())
 def test_every_route_has_one_row_and_every_row_one_route(call: list[Schedule]) -> None:
@@ -49,9 +61,9 @@ def test_every_route_has_one_row_and_every_row_one_route(call: list[Schedule]) -
         own = torch.nonzero(plan.route_of_row_P >= 0).view(-1)
         assert torch.equal(plan.row_of_route_N[plan.route_of_row_P[own]], own)
     for plan, rows in zip(call, taken, strict=True):
-        assert len(rows) == len(set(rows)) == sum(run.rows for run in plan.runs)
+        assert len(rows) == len(set(rows)) == sum(count for _, _, count in runs(plan))
         assert all(0 <= row < plan.num_rows for row in rows)
-        assert sorted(rows) == sorted(row for run in plan.runs for row in range(run.start, run.start + run.rows))
+        assert sorted(rows) == sorted(row for _, start, count in runs(plan) for row in range(start, start + count))
 
 
 @settings(max_examples=30, deadline=None)
@@ -59,13 +71,14 @@ def test_every_route_has_one_row_and_every_row_one_route(call: list[Schedule]) -
 def test_segments_are_aligned_and_disjoint(call: list[Schedule]) -> None:
     for plan in call:
         end = 0
-        for expert, (start, rows) in enumerate(plan.experts):
+        for expert, rows in enumerate(plan.expert_sizes):
+            start = plan.expert_start_E[plan.first_expert + expert].item()
             assert start == end and start % plan.tile_rows == rows % plan.tile_rows == 0
-            end = start + rows
-            inside = start
-            for run in (run for run in plan.runs if run.expert == expert):
-                assert run.start % 16 == 0 and inside <= run.start and run.start + run.rows <= end
-                inside = run.start + run.rows
+            inside, end = start, start + rows
+            for _, first, count in (run for run in runs(plan) if run[0] == expert):
+                assert first % 16 == 0 and inside <= first and first + count <= end
+                inside = first + count
+            assert sum(plan.segment_sizes[expert * plan.grid.num_segments :][: plan.grid.num_segments]) <= rows
         assert end == plan.num_rows
 
 
@@ -87,5 +100,5 @@ def test_what_is_sent_is_received(call: list[Schedule]) -> None:
         assert own.received_R == tuple(other.sent_R[rank] for other in maps)
         assert len(own.route_of_sent_M) == sum(own.sent_R) == call[rank].row_of_route_N.numel() - call[rank].num_masked
         assert sorted(own.row_of_received_M.tolist()) == sorted(
-            row for run in call[rank].runs for row in range(run.start, run.start + run.rows)
+            row for _, start, count in runs(call[rank]) for row in range(start, start + count)
         )
