@@ -162,7 +162,7 @@ def wait_for(counter, target, status, PAUSE: gl.constexpr):
     """Poll `counter` (acquire; the partner is `signal`'s release) until `target`, or until the launch is given up."""
     value = from_lane_0(load_acquire(counter))
     if value < target:
-        given_up = from_lane_0(load_acquire(status))
+        given_up = from_lane_0(load_acquire(status)) & STATUS_TIMED_OUT  # other bits spoil a result, not the protocol
         polls = gl.where(given_up != 0, MAX_POLLS, 0)
         while (value < target) & (polls < MAX_POLLS):
             if PAUSE:

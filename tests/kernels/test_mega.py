@@ -18,7 +18,7 @@ from mok.grid import CallGrid
 from mok.launch.config import DeviceFacts, KernelConfig, device_facts, why_not
 from mok.launch.mega import row_box
 from mok.launch.plan import TaskOrder
-from mok.launch.status import check_status, status_word
+from mok.launch.status import check_status, forget_status, status_word
 from mok.launch.tables import choose_config
 from tests.cases import CASES, Case, Inputs, make_inputs
 from tests.gpu import no_waiting
@@ -107,6 +107,7 @@ def hopper() -> torch.device:
     facts = device_facts(device)
     if facts is None or facts.capability != (9, 0):
         pytest.skip(f"the megakernel runs on sm_90, this is {facts}")
+    forget_status(device)  # of a test that failed
     poison(device)
     return device
 
