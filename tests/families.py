@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mok.checkpoint import save
 from mok.config import ModelConfig, MoEConfig, Recipe, TrainConfig
 from mok.data import Tokenizer
+from mok.dcp import save
 from mok.hf_layout import KEPT_FP32, tensor_shapes
 from mok.recipe import dump_toml
 

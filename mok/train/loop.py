@@ -211,8 +211,10 @@ class Run:
             "tokenizer_sha256": self.corpus.tokenizer.sha256,
             "torch": torch.__version__,
         }
+        from mok import dcp
+
         keep = self.recipe.checkpoint.keep_last
-        saved = checkpoint.save(self.folder.checkpoints, state.step, state.tensors(), facts, keep, self.ranks.writers)
+        saved = dcp.save(self.folder.checkpoints, state.step, state.tensors(), facts, keep, self.ranks.collective)
         if self.first_rank:
             self.corpus.tokenizer.save(self.folder.path)
         self.say(f"saved {saved.path}")

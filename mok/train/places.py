@@ -6,16 +6,46 @@ models, files or optimizers. Read next: `Bank` in `mok/gradients.py`, which cuts
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mok.gradients import Bank, Exchange
 
-__all__ = ["Place", "spoken_for"]
+__all__ = ["Place", "boxes", "spoken_for"]
+
+
+Box = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""(first element, offsets, sizes) of a part of a tensor whose elements lie together."""
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Elements start..stop of a flattened tensor of `shape` as boxes of it, in order: for a matrix at most three.
+
+    Example: elements 2..9 of a 4 x 3 matrix are the end of row 0, rows 1 and 2, nothing of row 3:
+    (2, (0, 2), (1, 1)) and (3, (1, 0), (2, 3)).
+    """
+    if start >= stop:
+        return []
+    if len(shape) == 1:
+        return [(start, (start,), (stop - start,))]
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # rows first..last are whole
+    if first > last:
+        return _in_row(shape, last, start, stop)
+    whole = [(first * row, (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:]))] if first < last else []
+    return _in_row(shape, first - 1, start, first * row) + whole + _in_row(shape, last, last * row, stop)
+
+
+def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> list[Box]:
+    origin = index * prod(shape[1:])
+    inner = boxes(shape[1:], start - origin, stop - origin)
+    return [(origin + begin, (index, *offsets), (1, *sizes)) for begin, offsets, sizes in inner]
 
 
 @dataclass(frozen=True)
@@ -57,6 +87,25 @@ class Place:
     def put(self, value: Tensor) -> None:
         """Set what is kept here from the whole tensor."""
         self.kept.copy_(value.reshape(-1)[self.first : self.first + self.kept.numel()])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.kept.dtype
+
+    def __create_chunk_list__(self) -> list[Any]:
+        """What is kept here as chunks of the tensor, for the planners of torch.distributed.checkpoint."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for _, offsets, sizes in self._boxes]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """The chunk that begins at `index.offset`, a view."""
+        start, sizes = next((start, sizes) for start, offsets, sizes in self._boxes if offsets == tuple(index.offset))
+        return self.kept[start - self.first :][: prod(sizes)].view(sizes)
+
+    @cached_property
+    def _boxes(self) -> list[Box]:
+        return boxes(self.shape, self.first, self.first + self.kept.numel())
 
     @cached_property
     def _view(self) -> Tensor:

@@ -16,7 +16,6 @@ import sys
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from mok.checkpoint import Writers
+from mok.checkpoint import Collective
 from mok.determinism.fingerprint import prepare_cuda
 from mok.errors import Interrupted, MokError, RankError
 from mok.gradients import Exchange
@@ -73,7 +72,7 @@ class LaunchedRanks:
         positions, lanes = mesh.get_group("ep"), mesh.get_group("replica")
         self.group = Group(layout.ep, layout.member, CollectiveTransport(positions, progress) if layout.ep > 1 else None)
         self.exchange: Exchange | None = OrderedReduction(layout, positions, lanes, progress)
-        self.writers = Writers(layout.rank, partial(self.gather, stage="save"))
+        self.collective = Collective(control, progress)
 
     def gather(self, value: T, stage: str = "agreement") -> list[T]:
         """The value of every rank, in rank order; small and picklable."""

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from mok.checkpoint import Writers
+from mok.checkpoint import Collective
 from mok.gradients import Exchange
 from mok.grid import Layout
 from mok.model.transformer import Group
@@ -23,13 +23,13 @@ class Ranks(Protocol):
     """The ranks of a launch, seen from one of them.
 
     layout: which part of the grid this rank owns. group: its expert-parallel group. exchange: adds gradient parts; None where
-    there is nobody to add to. writers: for checkpoints that all ranks write together.
+    there is nobody to add to. collective: for checkpoints, which all ranks save and load together.
     """
 
     layout: Layout
     group: Group
     exchange: Exchange | None
-    writers: Writers
+    collective: Collective
 
     def gather(self, value: T) -> list[T]:
         """The value of every rank, in rank order; small Python values, known to all ranks afterwards."""
@@ -48,7 +48,7 @@ class OneRank:
         self.layout = layout
         self.group = Group()
         self.exchange: Exchange | None = None
-        self.writers = Writers()
+        self.collective = Collective()
 
     def gather(self, value: T) -> list[T]:
         return [value]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from mok.checkpoint import read_some
+from mok.checkpoint import read_tensors
 from mok.data.corpus import Corpus
 from mok.data.loader import Loader
 from mok.errors import DataError
@@ -27,7 +27,7 @@ class SavedModel:
         self.model = Decoder(run.recipe, vocab_size, dtype=DTYPES[run.recipe.train.dtype], device=device)
         with torch.no_grad():
             tensors = dict(self.model.named_tensors())
-            for name, value in read_some(run.checkpoint, tensors):
+            for name, value in read_tensors(run.checkpoint, tensors):
                 tensors[name].copy_(value)
 
     @property

@@ -77,7 +77,7 @@ class TrainState:
 
     def state_sha256(self) -> str:
         """One SHA-256 over names, dtypes, shapes and bytes of `tensors()` of all ranks."""
-        return checkpoint.state_sha256(checkpoint.shared_checksums(self.tensors(), self.ranks.writers))
+        return checkpoint.state_sha256(checkpoint.shared_checksums(self.tensors(), self.ranks.layout.rank, self.ranks.gather))
 
     def square_sums(self) -> tuple[Tensor, Tensor]:
         """Sum of squares of every logical gradient, float64: of dense tensors, the same on all ranks, and of this rank's
@@ -107,12 +107,11 @@ class TrainState:
             self.places[name].kept.copy_(values)
 
     def load(self, saved: checkpoint.Checkpoint) -> None:
-        """Become the state of a checkpoint. Raises CheckpointError, with nothing changed, where it does not fit exactly."""
-        places = self._places_of(gradients=False)
-        everywhere = {name for names in self.ranks.gather(list(places)) for name in names}
-        expected = {name: torch.empty(place.shape, dtype=place.kept.dtype, device="meta") for name, place in places.items()}
-        for name, value in checkpoint.read_tensors(saved, expected, elsewhere=everywhere):
-            places[name].put(value)
+        """Become the state of a checkpoint, on all ranks. Raises CheckpointError where it does not fit exactly, with nothing
+        changed, or is damaged: this state is then of no use any more."""
+        from mok import dcp
+
+        dcp.load(saved, self._places_of(gradients=False), self.ranks.collective)
         self.step = saved.step
         self.samples = int(saved.manifest["samples"])
         self._keep_frozen_values()

@@ -39,3 +39,13 @@ class Progress:
         yield
         self.waits = False
         self.enter(before)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Inside `waiting`, where somebody else's code enters the exchanges: a time in which this rank works by itself."""
+        before, self.waits = self.waits, False
+        try:
+            yield
+        finally:
+            self.waits = before
+            self.count += 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mok import checkpoint, safetensors_files
+from mok import checkpoint, dcp, safetensors_files
 from mok.errors import CheckpointError
 from tests.distributed.processes import run_distributed
 
@@ -22,31 +22,22 @@ def state(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     return {"dense": torch.arange(6.0), **experts, "norm": torch.ones(4, dtype=torch.bfloat16)}
 
 
-def writers(rank: int, world_size: int) -> checkpoint.Writers:
-    def gather(value):
-        values = [None] * world_size
-        dist.all_gather_object(values, value)
-        return values
-
-    return checkpoint.Writers(rank, gather)
-
-
 def save(rank: int, world_size: int, folder: str) -> str:
-    saved = checkpoint.save(Path(folder), 1, state(rank, world_size), {"samples": 8}, 0, writers(rank, world_size))
+    saved = dcp.save(Path(folder), 1, state(rank, world_size), {"samples": 8}, 0, checkpoint.Collective(dist.group.WORLD))
     return saved.manifest["state_sha256"]
 
 
 def load(rank: int, world_size: int, folder: str) -> bool:
     """Whether every tensor of this rank comes back as it was written."""
-    names = [name for member in range(world_size) for name in state(member, world_size)]
     saved = checkpoint.open_checkpoint(Path(folder) / "step_000001")
-    found = dict(checkpoint.read_tensors(saved, state(rank, world_size), elsewhere=names))
+    found = {name: torch.full_like(tensor, -1.0) for name, tensor in state(rank, world_size).items()}
+    dcp.load(saved, found, checkpoint.Collective(dist.group.WORLD if world_size > 1 else None))
     return all(torch.equal(found[name], tensor) for name, tensor in state(rank, world_size).items())
 
 
 def test_every_layout_reads_what_another_wrote(tmp_path: Path) -> None:
     digests = set(run_distributed(save, 2, str(tmp_path / "two")))
-    digests.add(checkpoint.save(tmp_path / "one", 1, state(0, 1), {"samples": 8}, 0).manifest["state_sha256"])
+    digests.add(dcp.save(tmp_path / "one", 1, state(0, 1), {"samples": 8}, 0).manifest["state_sha256"])
     digests |= set(run_distributed(save, 4, str(tmp_path / "four")))
     assert len(digests) == 1
     assert all(run_distributed(load, 4, str(tmp_path / "two")))
@@ -55,6 +46,25 @@ def test_every_layout_reads_what_another_wrote(tmp_path: Path) -> None:
     stored = checkpoint.open_checkpoint(tmp_path / "four" / "step_000001").manifest["tensors"]
     assert set(stored) == set(state(0, 1))
     assert len(list((tmp_path / "four" / "step_000001").glob("*.safetensors"))) == 4, "each rank writes a file of its own"
+
+
+def load_what_is_damaged(rank: int, world_size: int, folder: str) -> str:
+    try:
+        load(rank, world_size, folder)
+    except CheckpointError as error:
+        return str(error)
+    return "loaded"
+
+
+def test_damage_that_one_rank_finds_is_an_error_on_all(tmp_path: Path) -> None:
+    """Expert 3 is read by the last rank alone."""
+    dcp.save(tmp_path, 1, state(0, 1), {}, 0)
+    (file,) = (tmp_path / "step_000001").glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[content.find(torch.full((3, 5), 3.0).numpy().tobytes()) + 20] ^= 1
+    file.write_bytes(content)
+    for message in run_distributed(load_what_is_damaged, 2, str(tmp_path)):
+        assert "damaged, checksums differ" in message and message.endswith("experts.3.w")
 
 
 def save_that_fails_on_one(rank: int, world_size: int, folder: str) -> str:
@@ -71,7 +81,7 @@ def save_that_fails_on_one(rank: int, world_size: int, folder: str) -> str:
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, 0, state(0, 1), {}, 0)
+    dcp.save(tmp_path, 0, state(0, 1), {}, 0)
     for message in run_distributed(save_that_fails_on_one, 2, str(tmp_path)):
         assert "the disk of rank 1 is gone" in message
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "step_000000"]
