@@ -13,16 +13,31 @@ import triton.language as tl
 
 
 @triton.jit
-def rms_norm(x, weight, y, rstd, width, eps, BLOCK: tl.constexpr):
-    """y[t] = weight * round(x[t] / sqrt(mean(x[t]^2) + eps)), rstd[t] the reciprocal root.
+def _normed(values, scale, dtype: tl.constexpr):
+    return (values * scale).to(dtype).to(tl.float32)
 
-    Program: one row. Reads x [T, width], weight [width]. Writes y [T, width], rstd fp32 [T]. BLOCK: at least width.
+
+@triton.jit
+def _rounded(values, dtype: tl.constexpr):
+    return values.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def rms_norm(x, total, weight, y, rstd, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """y[t] = weight * round(s[t] / sqrt(mean(s[t]^2) + eps)), rstd[t] the reciprocal root. s is x, or with ADD x + total, which
+    then takes the place of total.
+
+    Program: one row. Reads x, total [T, width], weight [width]. Writes y [T, width], rstd fp32 [T]. BLOCK: at least width.
     Example, eps = 0: x = (3, 4) with weight (1, 1) gives (0.849, 1.131), rstd = 0.283.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < width
     values = tl.load(x + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        branch = tl.load(total + row * width + column, mask=inside, other=0.0).to(tl.float32)
+        values = _rounded(branch + values, x.dtype.element_ty)
+        tl.store(total + row * width + column, values.to(x.dtype.element_ty), mask=inside)
     scale = tl.div_rn(1.0, tl.sqrt_rn(tl.sum(values * values, axis=0) / width + eps))
     normed = (values * scale).to(x.dtype.element_ty).to(tl.float32)
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -31,11 +46,14 @@ def rms_norm(x, weight, y, rstd, width, eps, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def rms_norm_backward(dy, x, rstd, weight, dx, partial, width, num_rows, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_backward(
+    dy, dtotal, x, rstd, weight, dx, partial, width, num_rows, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """dx = rstd (weight dy - n mean(n weight dy)) with n = round(x rstd); partial[p] = sum over the rows of p of dy n.
+    ADD: dtotal is added to the rounded dx.
 
-    Program: ROWS rows of one slice (second grid axis; num_rows rows each), in order. Reads dy, x [slices num_rows, width],
-    rstd fp32. Writes dx like dy, partial fp32 [slices, programs, width].
+    Program: ROWS rows of one slice (second grid axis; num_rows rows each), in order. Reads dy, dtotal, x
+    [slices num_rows, width], rstd fp32. Writes dx like dy, partial fp32 [slices, programs, width].
     """
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -53,19 +71,13 @@ def rms_norm_backward(dy, x, rstd, weight, dx, partial, width, num_rows, ROWS: t
         total += d * normed
         d = d * w
         mean = tl.sum(d * normed, axis=0) / width
-        tl.store(dx + row * width + column, ((d - normed * mean) * scale).to(dx.dtype.element_ty), mask=valid)
+        found = (d - normed * mean) * scale
+        if ADD:
+            residual = tl.load(dtotal + row * width + column, mask=valid, other=0.0).to(tl.float32)
+            found = _rounded(found, dx.dtype.element_ty) + residual
+        tl.store(dx + row * width + column, found.to(dx.dtype.element_ty), mask=valid)
     place = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     tl.store(partial + place * width + column, total, mask=inside)
-
-
-@triton.jit
-def _normed(values, scale, dtype: tl.constexpr):
-    return (values * scale).to(dtype).to(tl.float32)
-
-
-@triton.jit
-def _rounded(values, dtype: tl.constexpr):
-    return values.to(dtype).to(tl.float32)
 
 
 @triton.jit

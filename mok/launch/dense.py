@@ -20,21 +20,35 @@ ROWS = 16
 """Rows of a slice whose share of a weight's gradient one program sums: enough programs for a GPU at 4096 rows, and few sums."""
 
 
-def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(w times x over its root mean square, in the dtype of x; the reciprocal roots, fp32 [T])."""
+def rms_norm(x_TH: Tensor, branch_TH: Tensor | None, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(s = x + branch, in the memory of `branch`, or x where there is none; w times s over its root mean square, in the dtype
+    of x; the reciprocal roots, fp32 [T])."""
     x_TH = x_TH.contiguous()
     tokens, width = x_TH.shape
     y_TH, rstd_T = torch.empty_like(x_TH), x_TH.new_empty(tokens, dtype=torch.float32)
+    total_TH = x_TH if branch_TH is None else branch_TH
     if tokens:
         block = triton.next_power_of_2(width)
         kernels.rms_norm[(tokens,)](
-            x_TH, w_H, y_TH, rstd_T, width, eps, BLOCK=block, num_warps=_warps(block), enable_fp_fusion=False
+            x_TH,
+            total_TH,
+            w_H,
+            y_TH,
+            rstd_T,
+            width,
+            eps,
+            ADD=branch_TH is not None,
+            BLOCK=block,
+            num_warps=_warps(block),
+            enable_fp_fusion=False,
         )
-    return y_TH, rstd_T
+    return total_TH, y_TH, rstd_T
 
 
-def rms_norm_backward(dy_TH: Tensor, x_TH: Tensor, rstd_T: Tensor, w_H: Tensor, num_slices: int) -> tuple[Tensor, Tensor]:
-    """(dx in the dtype of dy; fp32 [slices, H], the weight's gradient of each slice)."""
+def rms_norm_backward(
+    dy_TH: Tensor, dtotal_TH: Tensor | None, x_TH: Tensor, rstd_T: Tensor, w_H: Tensor, num_slices: int
+) -> tuple[Tensor, Tensor]:
+    """(dx in the dtype of dy, dtotal added where there is one; fp32 [slices, H], the weight's gradient of each slice)."""
     dy_TH, x_TH = dy_TH.contiguous(), x_TH.contiguous()
     tokens, width = x_TH.shape
     dx_TH, rows = torch.empty_like(dy_TH), tokens // num_slices
@@ -43,6 +57,7 @@ def rms_norm_backward(dy_TH: Tensor, x_TH: Tensor, rstd_T: Tensor, w_H: Tensor, 
     if tokens:
         kernels.rms_norm_backward[(programs, num_slices)](
             dy_TH,
+            dy_TH if dtotal_TH is None else dtotal_TH.contiguous(),
             x_TH,
             rstd_T,
             w_H,
@@ -50,6 +65,7 @@ def rms_norm_backward(dy_TH: Tensor, x_TH: Tensor, rstd_T: Tensor, w_H: Tensor, 
             partial,
             width,
             rows,
+            ADD=dtotal_TH is not None,
             ROWS=ROWS,
             BLOCK=block,
             num_warps=_warps(block),

@@ -1,8 +1,8 @@
 """RMSNorm with an explicit backward: fp32 inside, rounded to the input's dtype, then times the weight.
 
 Owns the formula and its derivative as plain functions (attention normalises heads with them too) and the module of the
-residual stream. On a GPU one kernel each way does the same (`mok/launch/dense.py`). See `mok/model/attention.py` for the other
-user.
+residual stream, which also adds what comes back from a branch. On a GPU one kernel each way does the same
+(`mok/launch/dense.py`). See `mok/model/attention.py` for the other user.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["RMSNorm", "has_kernels", "rms_norm", "rms_norm_backward", "rms_normed", "slices_of", "weight_gradient"]
+__all__ = ["RMSNorm", "add_and_norm", "has_kernels", "rms_norm_backward", "rms_normed", "slices_of", "weight_gradient"]
 
 
 def rms_normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -40,41 +40,53 @@ def rms_norm_backward(
 
 
 class _RMSNorm(torch.autograd.Function):
+    """Each of these functions returns the sum that it normalises too, so that its backward adds what reaches that."""
+
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
-        normed_TH, rstd_T1 = rms_normed(x_TH, eps)
+    def forward(ctx: Any, x_TH: Tensor, branch_TH: Tensor | None, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total_TH = x_TH if branch_TH is None else branch_TH.add_(x_TH)
+        if branch_TH is not None:
+            ctx.mark_dirty(branch_TH)
+        ctx.set_materialize_grads(False)
+        normed_TH, rstd_T1 = rms_normed(total_TH, eps)
         if not any(ctx.needs_input_grad):
-            return normed_TH.mul_(w_H)
+            return total_TH, normed_TH.mul_(w_H)
         ctx.save_for_backward(normed_TH, rstd_T1, w_H)
         ctx.parameter = w_H
-        return w_H * normed_TH
+        return total_TH, w_H * normed_TH
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, dtotal_TH: Tensor | None, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
         normed_TH, rstd_T1, w_H = ctx.saved_tensors
         dx_TH, dw_CH = rms_norm_backward(dy_TH, normed_TH, rstd_T1, w_H, slices_of(ctx.parameter))
-        return dx_TH.to(dy_TH.dtype), weight_gradient(ctx.parameter, dw_CH), None
+        dx_TH = dx_TH.to(dy_TH.dtype)
+        if dtotal_TH is not None:
+            dx_TH.add_(dtotal_TH)
+        return dx_TH, dx_TH if ctx.needs_input_grad[1] else None, weight_gradient(ctx.parameter, dw_CH), None
 
 
 class _OnGpu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x_TH: Tensor, branch_TH: Tensor | None, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         from mok.launch import dense
 
-        y_TH, rstd_T = dense.rms_norm(x_TH, w_H, eps)
-        ctx.save_for_backward(x_TH, rstd_T, w_H)
+        total_TH, y_TH, rstd_T = dense.rms_norm(x_TH, branch_TH, w_H, eps)
+        if branch_TH is not None:
+            ctx.mark_dirty(branch_TH)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(total_TH, rstd_T, w_H)
         ctx.parameter = w_H
-        return y_TH
+        return total_TH, y_TH
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_TH: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, dtotal_TH: Tensor | None, dy_TH: Tensor) -> tuple[Tensor | None, ...]:
         from mok.launch import dense
 
         x_TH, rstd_T, w_H = ctx.saved_tensors
-        dx_TH, dw_CH = dense.rms_norm_backward(dy_TH, x_TH, rstd_T, w_H, slices_of(ctx.parameter))
-        return dx_TH, weight_gradient(ctx.parameter, dw_CH), None
+        dx_TH, dw_CH = dense.rms_norm_backward(dy_TH, dtotal_TH, x_TH, rstd_T, w_H, slices_of(ctx.parameter))
+        return dx_TH, dx_TH if ctx.needs_input_grad[1] else None, weight_gradient(ctx.parameter, dw_CH), None
 
 
 def has_kernels(x: Tensor) -> bool:
@@ -99,9 +111,9 @@ def weight_gradient(weight: Tensor, per_slice: Tensor) -> Tensor | None:
     return None
 
 
-def rms_norm(x_TH: Tensor, w_H: Tensor, eps: float) -> Tensor:
-    """w * (x / sqrt(mean(x^2) + eps)) for each row of [T, H]."""
-    return (_OnGpu if has_kernels(x_TH) else _RMSNorm).apply(x_TH, w_H, eps)
+def add_and_norm(x_TH: Tensor, branch_TH: Tensor | None, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(s = x + branch, in the memory of `branch`, or x where there is none; w s / sqrt(mean(s^2) + eps) by rows), [T, H]."""
+    return (_OnGpu if has_kernels(x_TH) else _RMSNorm).apply(x_TH, branch_TH, w_H, eps)
 
 
 class RMSNorm(nn.Module):
@@ -112,5 +124,6 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
         self.eps = eps
 
-    def forward(self, x_TH: Tensor) -> Tensor:
-        return rms_norm(x_TH, self.weight, self.eps)
+    def forward(self, x_TH: Tensor, branch_TH: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`add_and_norm` with this weight."""
+        return add_and_norm(x_TH, branch_TH, self.weight, self.eps)

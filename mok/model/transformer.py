@@ -75,8 +75,8 @@ class Block(nn.Module):
             self.mlp = moe_of(recipe, layer, group, dtype, device)
 
     def forward(self, x_TH: Tensor, batch: int, rotary: Rotary, grid: CallGrid) -> tuple[Tensor, MoEStats | None]:
-        x_TH = self.attention(self.input_norm(x_TH), batch, rotary).add_(x_TH)
-        normed_TH = self.post_attention_norm(x_TH)
+        x_TH, normed_TH = self.input_norm(x_TH)
+        x_TH, normed_TH = self.post_attention_norm(x_TH, self.attention(normed_TH, batch, rotary))
         if isinstance(self.mlp, DenseMLP):
             return self.mlp(normed_TH).add_(x_TH), None
         y_TH, stats = self.mlp.call(normed_TH, grid)
@@ -163,7 +163,7 @@ class Decoder(nn.Module):
                 x_TH, layer_stats = block(x_TH, batch, rotary, grid)
             if layer_stats is not None:
                 stats.append(layer_stats)
-        return self.norm(x_TH), stats
+        return self.norm(x_TH)[1], stats
 
     @torch.no_grad()
     def logits(self, ids_BS: Tensor, grid: CallGrid | None = None) -> Tensor:

@@ -12,8 +12,9 @@ TOKENS, HIDDEN, HEADS, DIM, VOCABULARY = 64, 2048, 16, 128, 50304
 
 def launch_all(arch: int) -> None:
     x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16)
-    y, rstd = dense.rms_norm(x, x[0], 1e-5)
-    dense.rms_norm_backward(y, x, rstd, x[0], 1)
+    for branch in (None, x.clone()):
+        _, y, rstd = dense.rms_norm(x, branch, x[0], 1e-5)
+        dense.rms_norm_backward(y, branch, x, rstd, x[0], 1)
     heads = torch.zeros(1, TOKENS, 3 * HEADS, DIM, dtype=torch.bfloat16)
     turned, table = heads[:, :, : 2 * HEADS].contiguous(), heads[0, :, : 2 * HEADS].contiguous()
     for kind, weight in (("full", x[0]), ("head", x[0, :DIM])):

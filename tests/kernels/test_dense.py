@@ -29,17 +29,23 @@ def close(found: Tensor, expected: Tensor, tolerance: float) -> None:
     assert (found - expected).norm() <= tolerance * expected.norm()
 
 
+@pytest.mark.parametrize("branch", ["branch", "alone"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("rows", "width", "slices"), [(6, 48, 2), (34, 16, 1), (1, 2048, 1)])
-def test_rms_norm(rows: int, width: int, slices: int, dtype: torch.dtype, device: torch.device) -> None:
-    x, dy = (random(rows, width, device=device, seed=seed, dtype=dtype) for seed in (0, 1))
+def test_rms_norm(rows: int, width: int, slices: int, dtype: torch.dtype, branch: str, device: torch.device) -> None:
+    x, dy, back, dtotal = (random(rows, width, device=device, seed=seed, dtype=dtype) for seed in (0, 1, 3, 4))
     w = random(width, device=device, seed=2, dtype=dtype)
-    y, rstd = dense.rms_norm(x, w, 1e-5)
+    expected_total = x + back if branch == "branch" else x.clone()
+    total, y, rstd = dense.rms_norm(x, back if branch == "branch" else None, w, 1e-5)
+    assert total.equal(expected_total)
+    x = total
     normed, expected_rstd = rms_normed(x, 1e-5)
     close(rstd, expected_rstd.squeeze(1), 1e-6)
     close(y, w * normed, 1e-6 if dtype == torch.float32 else 1e-3)
-    dx, dw_CH = dense.rms_norm_backward(dy, x, rstd, w, slices)
+    dx, dw_CH = dense.rms_norm_backward(dy, dtotal if branch == "branch" else None, x, rstd, w, slices)
     expected_dx, expected_dw = rms_norm_backward(dy, normed, expected_rstd, w, slices)
+    if branch == "branch":
+        expected_dx = expected_dx + dtotal
     close(dx, expected_dx, 1e-6 if dtype == torch.float32 else 5e-3)
     close(dw_CH, expected_dw, 1e-6 if dtype == torch.float32 else 1e-3)
 

@@ -13,7 +13,7 @@ from mok.config import ModelConfig
 from mok.model.attention import Attention, Rotary
 from mok.model.linear import embedding, linear
 from mok.model.loss import IGNORED, head_loss, head_loss_and_gradient
-from mok.model.norm import rms_norm
+from mok.model.norm import add_and_norm
 
 CONFIG = ModelConfig(hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16)
 
@@ -96,9 +96,11 @@ def test_norm_linear_and_embedding_gradients_against_float64() -> None:
         leaves = [leaf.to(dtype).requires_grad_() for leaf in (x, weight, table, matrix, bias)]
         a, w, t, m, b = leaves
         if plain:
-            y = F.linear(plain_norm(a + t[ids], w, 1e-6), m, b)
+            total = a + t[ids]
+            y = F.linear(plain_norm(total, w, 1e-6), m, b) + total[:, :16]
         else:
-            y = linear(rms_norm(a + embedding(ids, t), w, 1e-6), m, b)
+            total, normed = add_and_norm(a, embedding(ids, t), w, 1e-6)
+            y = linear(normed, m, b) + total[:, :16]
         return [y, *torch.autograd.grad(y, leaves, dy.to(dtype))]
 
     for found, expected in zip(run(torch.float32, False), run(torch.float64, True), strict=True):
