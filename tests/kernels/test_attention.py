@@ -12,7 +12,8 @@ from mok.model.attention import Rotary, _HeadsOnGpu
 from mok.train.device import prepare_device
 from tests.tolerances import assert_same_bits
 
-SMALL = Blocks(kv=(16, 32, 4, 2), q=(32, 16, 4, 2))
+SMALL = Blocks(kv=(16, 32, 4, 2), q=(32, 16, 4, 2), kept=(64, 16, 4, 2))
+KEPT_BYTES = {"computed twice": 0, "one key head at a time": 64 * 64 * 2 * 4, "all at once": 1 << 20}
 
 
 def exact(qk: Tensor, v: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
@@ -25,8 +26,9 @@ def exact(qk: Tensor, v: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch's notice on the first product of the backward's thread
+@pytest.mark.parametrize("kept", KEPT_BYTES)
 @pytest.mark.parametrize(("length", "heads", "kv"), [(64, 2, 2), (50, 4, 1), (7, 1, 1)])
-def test_against_float64(length: int, heads: int, kv: int, device: torch.device) -> None:
+def test_against_float64(length: int, heads: int, kv: int, kept: str, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(length)
     qk, all_heads, dout = (
         torch.randn(2, length, count, 16, generator=generator).to(device, torch.bfloat16)
@@ -36,13 +38,32 @@ def test_against_float64(length: int, heads: int, kv: int, device: torch.device)
     out, lse = exact(wide_qk, wide_v, heads)
     expected = torch.autograd.grad(out, (wide_qk, wide_v), dout.double())
     dqk, dheads = torch.full_like(qk, torch.nan), torch.full_like(all_heads, torch.nan)
-    attention_backward(
-        dout, qk, all_heads, out.detach().bfloat16().contiguous(), lse.detach().float().contiguous(), dqk, dheads, SMALL
-    )
+    arrived = out.detach().bfloat16().contiguous(), lse.detach().float().contiguous()
+    attention_backward(dout, qk, all_heads, *arrived, dqk, dheads, SMALL, KEPT_BYTES[kept])
     for found, truth in zip((dqk, dheads[:, :, heads + kv :]), expected, strict=True):
         error = (found.double() - truth).norm() / truth.norm()
         assert error < 1e-2, error
     assert dheads[:, :, : heads + kv].isnan().all(), "queries and keys before the norms are not this kernel's business"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("batch", "length"), [(2, 2048), (3, 1000)])
+def test_keeping_ds_changes_no_bit(batch: int, length: int) -> None:
+    device, heads, dim = torch.device("cuda"), 16, 128
+    generator = torch.Generator().manual_seed(0)
+    qk, all_heads, dout, out = (
+        torch.randn(batch, length, count, dim, generator=generator).to(device, torch.bfloat16)
+        for count in (2 * heads, 3 * heads, heads, heads)
+    )
+    lse = torch.full((batch, heads, length), 9.0, device=device)
+    found = []
+    for kept in (0, None, 1 << 28, 1 << 31):
+        dqk, dheads = torch.full_like(qk, torch.nan), torch.zeros_like(all_heads)
+        attention_backward(dout, qk, all_heads, out, lse, dqk, dheads, kept_bytes=kept)
+        found.append((dqk, dheads))
+    for dqk, dheads in found[1:]:
+        assert_same_bits("dqk", dqk, found[0][0])
+        assert_same_bits("dheads", dheads, found[0][1])
 
 
 @pytest.mark.gpu
