@@ -22,7 +22,7 @@ from mok.quantization import Quantization
 
 if TYPE_CHECKING:  # Triton is missing on some systems, and `why_not` must be able to say so
     from mok.launch.config import KernelConfig
-    from mok.launch.mega import Backward, Gradients, Weights
+    from mok.launch.mega import Gradients
     from mok.launch.plan import DevicePlan
 
 __all__ = ["MegaSchedule", "Saved", "backward", "build_schedule", "forward", "settings", "why_not"]
@@ -30,13 +30,11 @@ __all__ = ["MegaSchedule", "Saved", "backward", "build_schedule", "forward", "se
 
 @dataclass(frozen=True)
 class MegaSchedule:
-    """What a call is walked by: the grid, the device's plan, and the settings the plan's order was made for. shared_plan: that
-    of the shared experts, one expert that every token goes to."""
+    """What a call is walked by: the grid, the device's plan, and the settings the plan's order was made for."""
 
     grid: CallGrid
     plan: DevicePlan
     config: KernelConfig
-    shared_plan: DevicePlan | None
 
     @property
     def counts_CE(self) -> Tensor:
@@ -90,23 +88,20 @@ def build_schedule(expert_ids_TK: Tensor, shape: LayerShape, grid: CallGrid, opt
     from mok.launch.plan import plan_on_device
 
     config = options.kernel or settings(shape, expert_ids_TK.device, expert_ids_TK.shape[0])
-    hidden_size, units = shape.hidden_size, row_box(shape.hidden_size).units_per_block
-    orders = config.forward_order, config.backward_order
     plan = plan_on_device(
         expert_ids_TK,
         shape.num_experts,
-        hidden_size,
+        shape.hidden_size,
         shape.intermediate_size,
-        *orders,
+        config.forward_order,
+        config.backward_order,
         grid=grid,
-        units=units,
+        units=row_box(shape.hidden_size).units_per_block,
+        again=options.recompute != "none",
+        shared_size=shape.shared_size,
         layer=options.layer,
     )
-    shared_plan = None
-    if shape.shared_size:
-        everyone = expert_ids_TK.new_zeros(expert_ids_TK.shape[0], 1)
-        shared_plan = plan_on_device(everyone, 1, hidden_size, shape.shared_size, *orders, units=units, layer=options.layer)
-    return MegaSchedule(grid, plan, config, shared_plan)
+    return MegaSchedule(grid, plan, config)
 
 
 def forward(
@@ -118,28 +113,30 @@ def forward(
     shared_scale_T: Tensor | None = None,
 ) -> tuple[Tensor, Saved]:
     """y[t] = sum over slots k of weights[t, k] * expert(ids[t, k])(x[t]), then + scale[t] * shared(x[t]), rounded once to bf16;
-    and what `backward` needs. Shared experts are a launch of their own before the routed one, whose combine adds their rows.
+    and what `backward` needs.
     """
     from mok.launch import mega as launch
 
     x_TH, weights_TK = x_TH.contiguous(), weights_TK.contiguous()
-    plan, shared_plan, config = schedule.plan, schedule.shared_plan, schedule.config
-    clamp, keep = options.clamp, options.recompute == "none"
     weights = launch.Weights(*(_copyable(w) for w in (experts.gate_LIH, experts.up_LIH, experts.down_LHI)))
-    y_TH, gate_rows, up_rows = torch.empty_like(x_TH), None, None
-    shared_TH = shared_weights = shared_gate_rows = shared_up_rows = None
+    shared = shared_weights = kept = None
     if experts.shared is not None:
         gate_SH, up_SH = experts.shared.gate_up_JH.chunk(2)
         shared_weights = launch.Weights(*(_copyable(w.unsqueeze(0)) for w in (gate_SH, up_SH, experts.shared.down_HS)))
+        shared = launch.Shared(shared_weights, None if shared_scale_T is None else shared_scale_T.contiguous())
+    y_TH = torch.empty_like(x_TH)
     if x_TH.shape[0]:
-        if shared_weights is not None and shared_plan is not None:
-            ones = weights_TK.new_ones(x_TH.shape[0], 1)
-            shared_TH, shared_gate_rows, shared_up_rows = launch.forward(
-                x_TH, ones, shared_weights, shared_plan, config, clamp=clamp, keep=keep
-            )
-        y_TH, gate_rows, up_rows = launch.forward(
-            x_TH, weights_TK, weights, plan, config, clamp=clamp, keep=keep, shared_TH=shared_TH, shared_scale_T=shared_scale_T
+        y_TH, kept = launch.forward(
+            x_TH,
+            weights_TK,
+            weights,
+            schedule.plan,
+            schedule.config,
+            clamp=options.clamp,
+            keep=options.recompute == "none",
+            shared=shared,
         )
+    gate_rows, up_rows, shared_gate_rows, shared_up_rows = kept or (None, None, None, None)
     shared_gate, shared_up, shared_down = shared_weights or (None, None, None)
     return y_TH, Saved(
         schedule,
@@ -163,51 +160,35 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     from mok.launch import mega as launch
 
     schedule, x_TH, dy_TH = saved.schedule, saved.x_TH, dy_TH.contiguous()
-    gradients = _lane(grads, schedule.grid)
-    if not x_TH.shape[0]:
+    gradients, tokens = _lane(grads, schedule.grid), saved.x_TH.shape[0]
+    if not tokens:
         return _no_tokens(saved, gradients)
-
-    shared = dscale_T = dx_shared_TH = None
+    shared = kept = None
     if saved.shared_gate_1SH is not None and saved.shared_up_1SH is not None and saved.shared_down_1HS is not None:
-        tokens, scale_T = x_TH.shape[0], saved.shared_scale_T
         weights = launch.Weights(saved.shared_gate_1SH, saved.shared_up_1SH, saved.shared_down_1HS)
-        scale_T1 = (x_TH.new_ones(tokens, dtype=torch.float32) if scale_T is None else scale_T).unsqueeze(1)
-        assert schedule.shared_plan is not None
-        kept = (saved.shared_gate_rows, saved.shared_up_rows)
-        found, rows = _run_backward(dy_TH, saved, schedule.shared_plan, scale_T1, weights, kept, None, None)
-        # One expert with every token: its rows are the tokens in order.
-        shared = SharedGrads(torch.cat([row[:tokens] for row in rows], dim=1), found.wh_rows[:tokens])
-        dx_shared_TH = found.dx_TH
-        dscale_T = None if scale_T is None else found.dweights_TK.view(-1)
-    weights = launch.Weights(saved.gate_LIH, saved.up_LIH, saved.down_LHI)
-    kept = (saved.gate_rows, saved.up_rows)
-    found, _ = _run_backward(dy_TH, saved, schedule.plan, saved.weights_TK, weights, kept, gradients, dx_shared_TH)
-    return InputGrads(found.dx_TH, found.dweights_TK, dscale_T, shared)
-
-
-def _run_backward(
-    dy_TH: Tensor,
-    saved: Saved,
-    plan: DevicePlan,
-    weights_TK: Tensor,
-    weights: Weights,
-    kept: tuple[Tensor | None, Tensor | None],
-    gradients: Gradients | None,
-    shared_TH: Tensor | None,
-) -> tuple[Backward, tuple[Tensor, Tensor]]:
-    """One backward launch, after recomputing what was not kept; and gate_rows, up_rows, which now hold their gradients."""
-    from mok.launch import mega as launch
-
-    config, clamp = saved.schedule.config, saved.options.clamp
-    gate_rows, up_rows = kept
-    if gate_rows is None or up_rows is None:
-        gate_rows, up_rows = launch.recompute(saved.x_TH, weights_TK, weights, plan, config, clamp=clamp)
+        shared = launch.Shared(weights, None if saved.shared_scale_T is None else saved.shared_scale_T.contiguous())
+    if saved.gate_rows is not None and saved.up_rows is not None:
+        kept = launch.Kept(saved.gate_rows, saved.up_rows, saved.shared_gate_rows, saved.shared_up_rows)
     found = launch.backward(
-        dy_TH, saved.x_TH, weights_TK, weights, gate_rows, up_rows, plan, gradients, config, clamp=clamp, shared_TH=shared_TH
+        dy_TH,
+        x_TH,
+        saved.weights_TK,
+        launch.Weights(saved.gate_LIH, saved.up_LIH, saved.down_LHI),
+        kept,
+        schedule.plan,
+        gradients,
+        schedule.config,
+        clamp=saved.options.clamp,
+        shared=shared,
     )
     # Autograd must refuse a second backward through them.
-    torch.autograd.graph.increment_version((gate_rows, up_rows))
-    return found, (gate_rows, up_rows)
+    torch.autograd.graph.increment_version([rows for rows in kept or () if rows is not None])
+    shared_grads = None
+    if found.shared_gate_rows is not None and found.shared_up_rows is not None and found.shared_wh_rows is not None:
+        # Their rows are the tokens in order.
+        d_gate_up_TJ = torch.cat((found.shared_gate_rows[:tokens], found.shared_up_rows[:tokens]), dim=1)
+        shared_grads = SharedGrads(d_gate_up_TJ, found.shared_wh_rows[:tokens])
+    return InputGrads(found.dx_TH, found.dweights_TK, found.dscale_T, shared_grads)
 
 
 def _no_tokens(saved: Saved, gradients: Gradients | None) -> InputGrads:

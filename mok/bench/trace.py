@@ -59,13 +59,9 @@ def trace_layer(name: str, shape: LayerShape, tokens: int, routing: str, device:
     records = (plan.forward_tasks, plan.backward_tasks)
     times = [torch.zeros(table.shape[0], 4, dtype=torch.int64, device=device) for table in records]
     for _ in range(2):
-        _, gate_rows, up_rows = mega.forward(
-            inputs.x_TH, inputs.weights_TK, weights, plan, config, clamp=0.0, keep=True, trace=times[0]
-        )
-        assert gate_rows is not None and up_rows is not None
+        _, kept = mega.forward(inputs.x_TH, inputs.weights_TK, weights, plan, config, clamp=0.0, keep=True, trace=times[0])
         mega.backward(
-            inputs.dy_TH, inputs.x_TH, inputs.weights_TK, weights, gate_rows, up_rows, plan, gradients, config,
-            clamp=0.0, trace=times[1],
+            inputs.dy_TH, inputs.x_TH, inputs.weights_TK, weights, kept, plan, gradients, config, clamp=0.0, trace=times[1],
         )  # fmt: skip
     programs = config.programs or (facts.multiprocessors if facts else 0)
     sizes = plan.sizes.tolist()

@@ -9,10 +9,20 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from mok.kernels.gluon_compat import barrier
+from mok.kernels.gluon_compat import barrier, record
 from mok.kernels.mover import combine_rest
 from mok.kernels.ring import ACCUMULATOR, GRADIENT_PIECE, HALF_M, PIECE_N, TILE, Cursor, is_skipped, sigmoid, to_bf16_and_back
-from mok.kernels.tasks import DH, DX, FIELDS, GATE_UP, HALF, KIND, ROW, STEPS, TILE_C, TILE_M, TILE_N, N
+from mok.kernels.tasks import DH, DX, FIELDS, GATE_UP, HALF, KIND, PART, ROW, STEPS, TILE_C, TILE_M, TILE_N, N
+
+
+@record
+class Sums:
+    """Partial sums of the gradients of router weights, and of shared experts' scales: fp32 [rows, count] each."""
+
+    routed: gl.tensor
+    count: gl.constexpr
+    shared: gl.tensor
+    shared_count: gl.constexpr
 
 
 @gluon.jit
@@ -46,7 +56,7 @@ def multiply_stage(ring, at, accumulator, A_BY_COLUMNS: gl.constexpr, B_BY_ROWS:
     else:
         a = a.slice(WG * HALF_M, HALF_M, dim=0)
     if not B_BY_ROWS:
-        b = b.permute((1, 0))
+        b = b._reinterpret(gl.bfloat16, [TILE_N, TILE_C], TILE).permute((1, 0))
     return warpgroup_mma(a, b, accumulator, is_async=True)
 
 
@@ -161,12 +171,35 @@ def column_sum(x):
 
 
 @gluon.jit
-def weight_of_rows(accumulator, moves, row, WG: gl.constexpr):
-    """Router weights of this consumer's rows [HALF_M], 0 for padding, laid out like a quarter of `accumulator`."""
-    layout: gl.constexpr = quarters(accumulator)[0].type.layout
-    rows = row + WG * HALF_M + gl.arange(0, HALF_M, gl.SliceLayout(1, layout))
-    route = gl.load(moves.route_of_row + rows)
-    return gl.load(moves.weights + route, mask=route >= 0, other=0.0)
+def weight_of_rows(moves, task, rows, inside):
+    """Factors of a DH tile's `rows`, fp32: the router weight of a routed row, the scale of a shared expert's; 0 for padding and
+    where not `inside`."""
+    if moves.has_shared:
+        shared = gl.load(task + PART) != 0
+        route = gl.load(moves.route_of_row + rows, mask=inside & (shared == 0), other=-1)
+        exists = inside & shared & (rows < moves.num_tokens)
+        scale = exists.to(gl.float32)
+        if moves.has_scale:
+            scale = gl.load(moves.shared_scale + rows, mask=exists, other=0.0)
+        weight = gl.where(shared, scale, gl.load(moves.weights + route, mask=route >= 0, other=0.0))
+    else:
+        route = gl.load(moves.route_of_row + rows, mask=inside, other=-1)
+        weight = gl.load(moves.weights + route, mask=route >= 0, other=0.0)
+    return weight
+
+
+@gluon.jit
+def place_of_sums(sums, task, rows, HAS_SHARED: gl.constexpr):
+    """Where the partial sums of a DH tile's `rows` go, the first of the tile's two; and whether there is a second."""
+    block = gl.load(task + N) // 128
+    if HAS_SHARED:
+        shared = gl.load(task + PART) != 0
+        target = gl.where(shared, sums.shared, sums.routed)
+        count = gl.where(shared, sums.shared_count, sums.count)
+    else:
+        target = sums.routed
+        count = sums.count
+    return target + rows.to(gl.int64) * count + block, block + 1 < count
 
 
 @gluon.jit
@@ -195,9 +228,9 @@ def finish_dh(
     pieces,
     at,
     weight,
-    partial,
+    sums,
     task,
-    NUM_BLOCKS: gl.constexpr,
+    HAS_SHARED: gl.constexpr,
     CLAMP: gl.constexpr,
     WG: gl.constexpr,
 ):
@@ -234,10 +267,9 @@ def finish_dh(
     # Last: a fence in front of the pieces would wait for these stores.
     # Read again, so that they hold no registers until here.
     rows = gl.load(task + ROW) + WG * HALF_M + gl.arange(0, HALF_M, of_rows)
-    block = gl.load(task + N) // 128
-    target = partial + rows.to(gl.int64) * NUM_BLOCKS + block
+    target, second = place_of_sums(sums, task, rows, HAS_SHARED)
     gl.store(target, first_total)
-    gl.store(target + 1, total, mask=block + 1 < NUM_BLOCKS)
+    gl.store(target + 1, total, mask=second)
     return ring_at, at
 
 
@@ -277,12 +309,9 @@ def consume(
     ring,
     pieces,
     moves,
-    rows,
-    token_order,
-    total_target,
-    partial,
+    rest,
+    sums,
     started,
-    NUM_BLOCKS: gl.constexpr,
     KEEP: gl.constexpr,
     CLAMP: gl.constexpr,
     BACKWARD: gl.constexpr,
@@ -307,13 +336,17 @@ def consume(
                     at = finish_gate_up(accumulator, pieces, at, KEEP, CLAMP)
                 else:
                     at = finish_rows(accumulator, pieces, at)
+            elif job.again and kind == GATE_UP:
+                # gate and up side by side, rounded as the forward rounded them
+                accumulator, ring_at = multiply(ring, ring_at, accumulator, steps, False, False, WG)
+                at = finish_rows(accumulator, pieces, at)
             elif kind <= DX:
                 accumulator, ring_at = multiply(ring, ring_at, accumulator, steps, False, True, WG)
                 if kind == DH:
-                    weight = weight_of_rows(accumulator, moves, gl.load(task + ROW), WG)
-                    ring_at, at = finish_dh(
-                        accumulator, ring, ring_at, pieces, at, weight, partial, task, NUM_BLOCKS, CLAMP, WG
-                    )
+                    layout: gl.constexpr = gl.SliceLayout(1, quarters(accumulator)[0].type.layout)
+                    rows_here = gl.load(task + ROW) + WG * HALF_M + gl.arange(0, HALF_M, layout)
+                    weight = weight_of_rows(moves, task, rows_here, rows_here >= 0)
+                    ring_at, at = finish_dh(accumulator, ring, ring_at, pieces, at, weight, sums, task, job.shared, CLAMP, WG)
                 else:
                     at = finish_rows(accumulator, pieces, at)
             else:
@@ -327,4 +360,4 @@ def consume(
                     steps -= 1
                 accumulator, ring_at = multiply(ring, ring_at, accumulator, steps, True, True, WG)
                 at = finish_gradient(accumulator, pieces, at)
-    combine_rest(job, moves, rows, token_order, total_target, not BACKWARD, WG, 2, 4)
+    combine_rest(job, moves, rest, not BACKWARD, WG, 2, 4)

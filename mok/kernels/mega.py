@@ -21,13 +21,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from mok.kernels.consumer import consume
+from mok.kernels.consumer import Sums, consume
 from mok.kernels.gluon_compat import record
-from mok.kernels.mover import Groups, Moves, move_backward, move_forward
+from mok.kernels.mover import Free, Groups, Moves, Rest, move_backward, move_forward
 from mok.kernels.producer import produce
 from mok.kernels.ring import HALF_M, MOVER_SLOT_ELEMENTS, MOVER_SLOTS, PIECE_N, PLAIN_ROWS, TILE, Job, Pieces, Ring
 from mok.kernels.storer import store
 from mok.kernels.tasks import (
+    DX,
     ROW_BLOCK,
     SIZE_BACKWARD_TASKS,
     SIZE_FORWARD_TASKS,
@@ -70,14 +71,15 @@ class BackwardLoads:
     up: tma.tensor_descriptor
     x_rows: tma.tensor_descriptor
     wh_rows: tma.tensor_descriptor
+    again: gl.tuple
     gradients: gl.tuple
 
 
 @record
 class BackwardStores:
     wh_rows: tma.tensor_descriptor
-    dgate_rows: tma.tensor_descriptor
-    dup_rows: tma.tensor_descriptor
+    gate_rows: tma.tensor_descriptor
+    up_rows: tma.tensor_descriptor
     dx_rows: tma.tensor_descriptor
     gradients: gl.tuple
 
@@ -115,7 +117,7 @@ def make_slots(PART: gl.constexpr):
     return slots, full
 
 
-RUNTIME_SIZES = ["num_tokens", "mover_tokens", "group_counter", "x_counter", "free_counter", "free_target", "started"]
+RUNTIME_SIZES = ["num_tokens", "mover_tokens", "num_blocks", "num_experts", "free_target", "gate_up_tiles", "started"]
 
 
 @gluon.jit(do_not_specialize=RUNTIME_SIZES)
@@ -132,12 +134,21 @@ def mega_forward(
     gate_pieces,
     up_pieces,
     y_pieces,
+    tokens,
+    shared_gate,
+    shared_up,
+    shared_h_rows,
+    shared_down,
+    shared_h_pieces,
+    shared_gate_pieces,
+    shared_up_pieces,
+    shared_y_pieces,
     tables,
     y_rows,
     out,
     num_tokens,
     mover_tokens,
-    group_counter,
+    num_blocks,
     TOP_K: gl.constexpr,
     PARTS: gl.constexpr,
     PART: gl.constexpr,
@@ -146,7 +157,6 @@ def mega_forward(
     HAS_SHARED: gl.constexpr,
     HAS_SCALE: gl.constexpr,
     CLAMP: gl.constexpr,
-    LAST: gl.constexpr,
     TRACED: gl.constexpr,
     STAGES: gl.constexpr,
     PIECES: gl.constexpr,
@@ -155,11 +165,12 @@ def mega_forward(
     """out[t] = sum over k of w[t, k] * (silu(x[t] gate_e^T) * (x[t] up_e^T)) down_e^T, e the expert of route (t, k).
 
     Computes: dispatch x -> x_rows; GATE_UP tiles -> h_rows (and gate_rows, up_rows if KEEP); DOWN tiles -> y_rows;
-    combine -> out. y_rows may be the memory of x_rows: a DOWN tile waits for all tiles that read its rows.
-    LAST = GATE_UP stops before DOWN (what a backward needs that kept nothing); launch that with 0 tokens to combine.
+    combine -> out. y_rows may be the memory of x_rows: a DOWN tile waits for all tiles that read its rows. HAS_SHARED: the same
+    GATE_UP and DOWN tiles of the shared experts, whose rows are the tokens, and a last term of each token's sum; without, their
+    descriptors are None.
     Program: one of any number of co-resident programs (cooperative launch); 12 warps; about 226 KB of shared memory.
-    Reads: x [T, H] bf16 as rows of [PARTS, PART]; gate, up [L, I, H] and down [L, H, I] bf16; `mok.launch.mega.Tables`.
-    Writes: x_rows, y_rows [P, H], h_rows, gate_rows, up_rows [P, I] bf16; out [T, H] bf16.
+    Reads: x [T, H] bf16 as rows of [PARTS, PART], tokens the same as tiles; gate, up [L, I, H] and down [L, H, I] bf16;
+    `mok.launch.mega.Tables`. Writes: x_rows, y_rows [P, H], h_rows, gate_rows, up_rows [P, I] bf16; out [T, H] bf16.
     Waits and signals: counters of `mok.kernels.tasks`, each an acquire poll of a release add, device scope.
     Example: T = 2, K = 1, both tokens to expert 1 of 2: x_rows[0:2] are the tokens, x_rows[2:64] are zeros, one half tile each.
     """
@@ -174,44 +185,53 @@ def mega_forward(
     fence_async_shared()
     num_rows = gl.load(tables.sizes + SIZE_ROWS)
     job = Job(
-        tables.tasks, gl.load(tables.sizes + SIZE_FORWARD_TASKS), num_rows, tables.counters, tables.status, tables.trace, TRACED
+        tables.tasks,
+        gl.load(tables.sizes + SIZE_FORWARD_TASKS),
+        num_rows,
+        tables.counters,
+        tables.status,
+        tables.trace,
+        TRACED,
+        HAS_SHARED,
+        False,
     )
     total_target = num_rows // ROW_BLOCK * ((PARTS * PART + TILE_N - 1) // TILE_N)
     moves = Moves(
-        slots, slots_full, tables.route_of_row, tables.row_of_route, tables.weights, tables.shared, tables.shared_scale, out,
-        num_tokens, mover_tokens, TOP_K, PARTS, PART, BOX_PARTS, HAS_SHARED, HAS_SCALE,
+        slots, slots_full, tables.route_of_row, tables.expert_of_block, tables.row_of_route, tables.weights, tables.shared,
+        tables.shared_scale, out, 1 + 3 * num_blocks, num_tokens, mover_tokens, TOP_K, PARTS, PART, BOX_PARTS, HAS_SHARED,
+        HAS_SCALE,
     )  # fmt: skip
-    groups = Groups(tables.combine_token, tables.combine_group, tables.group_target, group_counter)
+    groups = Groups(tables.combine_token, tables.combine_group, tables.group_target, 1 + 2 * num_blocks)
     loads = ForwardLoads(x_rows, gate, up, h_rows, down)
     stores = ForwardStores(h_pieces, gate_pieces, up_pieces, y_pieces, KEEP)
-    order = tables.combine_token
+    shared_loads = loads
+    shared_stores = stores
+    if HAS_SHARED:
+        shared_loads = ForwardLoads(tokens, shared_gate, shared_up, shared_h_rows, shared_down)
+        shared_stores = ForwardStores(shared_h_pieces, shared_gate_pieces, shared_up_pieces, shared_y_pieces, KEEP)
+    sums = Sums(y_rows, 1, y_rows, 1)  # of the backward only
+    rest = Rest(y_rows, tables.combine_token, total_target)
     if TENSOR_MEMORY:
         gl.warp_specialize(
             [
-                (
-                    finish,
-                    (
-                        job, ring, accumulators, pieces, moves, y_rows, order, total_target, y_rows, 0, 1, KEEP, CLAMP, False,
-                        LAST,
-                    ),
-                ),
-                (multiply, (job, ring, accumulators, 0, False, LAST)),
-                (produce, (job, loads, ring, 0, False, LAST)),
+                (finish, (job, ring, accumulators, pieces, moves, rest, sums, 0, KEEP, CLAMP, False, DX)),
+                (multiply, (job, ring, accumulators, 0, False, DX)),
+                (produce, (job, loads, shared_loads, ring, 0, False, DX)),
                 (move_forward, (job, x, x_rows_boxes, y_rows_boxes, moves, groups)),
-                (send, (job, stores, pieces, 0, False, LAST)),
+                (send, (job, stores, shared_stores, pieces, 0, False, DX)),
             ],
             [1, 1, 1, 1],
             [40, 40, 40, 40],
-        )  # fmt: skip
+        )
     else:
         gl.warp_specialize(
             [
-                (consume, (job, ring, pieces_0, moves, y_rows, order, total_target, y_rows, 0, 1, KEEP, CLAMP, False, LAST, 0)),
-                (consume, (job, ring, pieces_1, moves, y_rows, order, total_target, y_rows, 0, 1, KEEP, CLAMP, False, LAST, 1)),
-                (produce, (job, loads, ring, 0, False, LAST)),
+                (consume, (job, ring, pieces_0, moves, rest, sums, 0, KEEP, CLAMP, False, DX, 0)),
+                (consume, (job, ring, pieces_1, moves, rest, sums, 0, KEEP, CLAMP, False, DX, 1)),
+                (produce, (job, loads, shared_loads, ring, 0, False, DX)),
                 (move_forward, (job, x, x_rows_boxes, y_rows_boxes, moves, groups)),
-                (store, (job, stores, pieces_0, 0, False, LAST, 0)),
-                (store, (job, stores, pieces_1, 0, False, LAST, 1)),
+                (store, (job, stores, shared_stores, pieces_0, 0, False, DX, 0)),
+                (store, (job, stores, shared_stores, pieces_1, 0, False, DX, 1)),
             ],
             [4, 1, 1, 1, 1],
             [232, 40, 40, 40, 40],
@@ -237,29 +257,49 @@ def mega_backward(
     gate_columns,
     up_columns,
     wh_pieces,
-    dgate_pieces,
-    dup_pieces,
+    gate_pieces,
+    up_pieces,
     dx_pieces,
+    x_tiles,
+    gate_tiles,
+    up_tiles,
     gate_gradient,
     up_gradient,
     down_gradient,
+    dy_tokens,
+    shared_down,
+    shared_gate_rows,
+    shared_up_rows,
+    shared_gate,
+    shared_up,
+    shared_wh_pieces,
+    shared_gate_pieces,
+    shared_up_pieces,
+    shared_dx_pieces,
+    x_tokens,
+    shared_gate_tiles,
+    shared_up_tiles,
     tables,
     partial,
+    shared_partial,
     dx_rows,
     out,
     num_tokens,
     mover_tokens,
-    group_counter,
-    x_counter,
-    free_counter,
+    num_blocks,
+    num_experts,
     free_target,
+    gate_up_tiles,
     started,
     TOP_K: gl.constexpr,
     BLOCKS: gl.constexpr,
+    SHARED_BLOCKS: gl.constexpr,
     PARTS: gl.constexpr,
     PART: gl.constexpr,
     BOX_PARTS: gl.constexpr,
     HAS_SHARED: gl.constexpr,
+    HAS_SCALE: gl.constexpr,
+    AGAIN: gl.constexpr,
     CLAMP: gl.constexpr,
     LAST: gl.constexpr,
     TRACED: gl.constexpr,
@@ -269,11 +309,13 @@ def mega_backward(
 ):
     """dx, the fp32 main gradients of gate, up and down, and the partial sums of the router weights' gradient.
 
-    Computes: dispatch dy -> dy_rows; DH tiles -> wh_rows, partial, and d(gate), d(up) over gate_rows, up_rows; DW tiles -> main
-    gradients, continued if `started` is not 0, else begun; dispatch x -> x_rows; DX tiles -> dx_rows; combine -> out = dx.
-    dy_rows, x_rows and dx_rows may be the same memory: each is written when the tiles that read the one before are done.
-    LAST = DX leaves the weight gradients out. Program, waits and signals: as `mega_forward`.
-    Reads: dy, x [T, H] bf16; gate_rows, up_rows [P, I] bf16 as the forward left them; weights; `tables`.
+    Computes: if AGAIN, dispatch x -> x_rows and GATE_UP tiles -> gate_rows, up_rows; dispatch dy -> dy_rows; DH tiles ->
+    wh_rows, partial, and d(gate), d(up) over gate_rows, up_rows; DW tiles -> main gradients, continued if `started` is not 0,
+    else begun; dispatch x -> x_rows; DX tiles -> dx_rows; combine -> out = dx. HAS_SHARED: GATE_UP, DH and DX of the shared
+    experts too, whose rows are the tokens. dy_rows, x_rows and dx_rows may be the same memory: each is written when the tiles
+    that read the one before are done. LAST = DX leaves the weight gradients out. Descriptors for what is not computed are None.
+    Program, waits and signals: as `mega_forward`.
+    Reads: dy, x [T, H] bf16; gate_rows, up_rows [P, I] bf16 as the forward left them, unless AGAIN; weights; `tables`.
     Writes: dy_rows, x_rows, dx_rows [P, H], wh_rows, gate_rows, up_rows [P, I] bf16; partial [P, BLOCKS] fp32;
     gradients [L, I, H], [L, I, H], [L, H, I] fp32; out [T, H] bf16.
     Example: an expert without rows has DW tasks of 0 steps: zeros are stored if `started` is 0, else nothing is touched.
@@ -296,39 +338,53 @@ def mega_backward(
         tables.status,
         tables.trace,
         TRACED,
+        HAS_SHARED,
+        AGAIN,
     )
     total_target = num_rows // ROW_BLOCK * ((PARTS * PART + TILE_N - 1) // TILE_N)
     moves = Moves(
-        slots, slots_full, tables.route_of_row, tables.row_of_route, tables.weights, tables.shared, tables.shared_scale, out,
-        num_tokens, mover_tokens, TOP_K, PARTS, PART, BOX_PARTS, HAS_SHARED, False,
+        slots, slots_full, tables.route_of_row, tables.expert_of_block, tables.row_of_route, tables.weights, tables.shared,
+        tables.shared_scale, out, 1 + 4 * num_blocks + 5 * num_experts, num_tokens, mover_tokens, TOP_K, PARTS, PART, BOX_PARTS,
+        HAS_SHARED, HAS_SCALE,
     )  # fmt: skip
-    groups = Groups(tables.combine_token, tables.combine_group, tables.group_target, group_counter)
+    groups = Groups(tables.combine_token, tables.combine_group, tables.group_target, 1 + 2 * num_blocks)
+    of_experts = 1 + 3 * num_blocks
+    x_free = Free(of_experts + 2 * num_experts, free_target, tables.expert_start, False)
+    dy_free = Free(of_experts + 4 * num_experts, gate_up_tiles, tables.expert_start, True)
     gradients = (gate_gradient, up_gradient, down_gradient)
+    again = (x_tiles, gate_tiles, up_tiles) if AGAIN else ()
     loads = BackwardLoads(
-        dy_rows, dy_columns, down, gate_rows, up_rows, gate_columns, up_columns, gate, up, x_rows, wh_rows, gradients
+        dy_rows, dy_columns, down, gate_rows, up_rows, gate_columns, up_columns, gate, up, x_rows, wh_rows, again, gradients
     )
-    stores = BackwardStores(wh_pieces, dgate_pieces, dup_pieces, dx_pieces, gradients)
-    order = tables.combine_token
+    stores = BackwardStores(wh_pieces, gate_pieces, up_pieces, dx_pieces, gradients)
+    shared_loads = loads
+    shared_stores = stores
+    if HAS_SHARED:
+        shared_again = (x_tokens, shared_gate_tiles, shared_up_tiles) if AGAIN else ()
+        # The weight gradients of shared experts are dense: no task of theirs reads columns, rows of x or gradients.
+        shared_loads = BackwardLoads(
+            dy_tokens, dy_columns, shared_down, shared_gate_rows, shared_up_rows, gate_columns, up_columns, shared_gate,
+            shared_up, x_rows, wh_rows, shared_again, gradients,
+        )  # fmt: skip
+        shared_stores = BackwardStores(shared_wh_pieces, shared_gate_pieces, shared_up_pieces, shared_dx_pieces, gradients)
+    sums = Sums(partial, BLOCKS, shared_partial, SHARED_BLOCKS)
+    rest = Rest(dx_rows, tables.combine_token, total_target)
+    x_counter = of_experts + num_experts
+    again_counter = of_experts + 5 * num_experts
     if TENSOR_MEMORY:
         gl.warp_specialize(
             [
-                (
-                    finish,
-                    (
-                        job, ring, accumulators, pieces, moves, dx_rows, order, total_target, partial, started, BLOCKS, True,
-                        CLAMP, True, LAST,
-                    ),
-                ),
+                (finish, (job, ring, accumulators, pieces, moves, rest, sums, started, True, CLAMP, True, LAST)),
                 (multiply, (job, ring, accumulators, started, True, LAST)),
-                (produce, (job, loads, ring, started, True, LAST)),
+                (produce, (job, loads, shared_loads, ring, started, True, LAST)),
                 (
                     move_backward,
                     (
-                        job, dy, dy_rows_boxes, x, x_rows_boxes, dx_rows_boxes, moves, groups, tables.expert_of_block,
-                        x_counter, free_counter, free_target, LAST,
+                        job, dy, dy_rows_boxes, x, x_rows_boxes, dx_rows_boxes, moves, groups, x_counter, x_free, again_counter,
+                        dy_free, LAST,
                     ),
                 ),
-                (send, (job, stores, pieces, started, True, LAST)),
+                (send, (job, stores, shared_stores, pieces, started, True, LAST)),
             ],
             [1, 1, 1, 1],
             [40, 40, 40, 40],
@@ -336,30 +392,18 @@ def mega_backward(
     else:
         gl.warp_specialize(
             [
-                (
-                    consume,
-                    (
-                        job, ring, pieces_0, moves, dx_rows, order, total_target, partial, started, BLOCKS, True, CLAMP, True,
-                        LAST, 0,
-                    ),
-                ),
-                (
-                    consume,
-                    (
-                        job, ring, pieces_1, moves, dx_rows, order, total_target, partial, started, BLOCKS, True, CLAMP, True,
-                        LAST, 1,
-                    ),
-                ),
-                (produce, (job, loads, ring, started, True, LAST)),
+                (consume, (job, ring, pieces_0, moves, rest, sums, started, True, CLAMP, True, LAST, 0)),
+                (consume, (job, ring, pieces_1, moves, rest, sums, started, True, CLAMP, True, LAST, 1)),
+                (produce, (job, loads, shared_loads, ring, started, True, LAST)),
                 (
                     move_backward,
                     (
-                        job, dy, dy_rows_boxes, x, x_rows_boxes, dx_rows_boxes, moves, groups, tables.expert_of_block,
-                        x_counter, free_counter, free_target, LAST,
+                        job, dy, dy_rows_boxes, x, x_rows_boxes, dx_rows_boxes, moves, groups, x_counter, x_free, again_counter,
+                        dy_free, LAST,
                     ),
                 ),
-                (store, (job, stores, pieces_0, started, True, LAST, 0)),
-                (store, (job, stores, pieces_1, started, True, LAST, 1)),
+                (store, (job, stores, shared_stores, pieces_0, started, True, LAST, 0)),
+                (store, (job, stores, shared_stores, pieces_1, started, True, LAST, 1)),
             ],
             [4, 1, 1, 1, 1],
             [232, 40, 40, 40, 40],

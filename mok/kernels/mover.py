@@ -21,7 +21,7 @@ from mok.kernels.ring import (
     stores_complete,
     wait_for,
 )
-from mok.kernels.tasks import DX, ROW_BLOCK
+from mok.kernels.tasks import DX, ROW_BLOCK, TILE_N
 
 
 @record
@@ -31,11 +31,13 @@ class Moves:
     slots: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     route_of_row: gl.tensor
+    expert_of_block: gl.tensor
     row_of_route: gl.tensor
     weights: gl.tensor
     shared: gl.tensor
     shared_scale: gl.tensor
     out: gl.tensor
+    shared_counter: gl.tensor
     num_tokens: gl.tensor
     mover_tokens: gl.tensor
     top_k: gl.constexpr
@@ -56,6 +58,34 @@ class Groups:
     counter: gl.tensor
 
 
+@record
+class Rest:
+    """What is summed when all tiles are done: rows [P, H], tokens in order of completion, and the tiles of rows in all."""
+
+    rows: gl.tensor
+    token_order: gl.tensor
+    total_target: gl.tensor
+
+
+@record
+class Free:
+    """A counter for each expert that says when its rows may be written over: `target` signals, times the expert's 64-row blocks
+    if `by_block`."""
+
+    counter: gl.tensor
+    target: gl.tensor
+    expert_start: gl.tensor
+    by_block: gl.constexpr
+
+
+@gluon.jit
+def target_of(free, expert):
+    target = free.target
+    if free.by_block:
+        target = target * ((gl.load(free.expert_start + expert + 1) - gl.load(free.expert_start + expert)) // ROW_BLOCK)
+    return target
+
+
 @gluon.jit
 def fetch_rows(source, moves, unit, slot, boxes, ROWS: gl.constexpr, PIECES: gl.constexpr, BOXES: gl.constexpr):
     """Start the copies of one unit into a slot. A padding row has no route: its box lies outside and arrives as zeros."""
@@ -67,13 +97,11 @@ def fetch_rows(source, moves, unit, slot, boxes, ROWS: gl.constexpr, PIECES: gl.
 
 
 @gluon.jit
-def dispatch(
-    job, source, destination, moves, at, counter_of_unit, expert_of_block, free_counter, free_target, BY_EXPERT: gl.constexpr
-):
+def dispatch(job, source, destination, moves, at, counter_of_unit, BY_EXPERT: gl.constexpr, free, AFTER: gl.constexpr):
     """Copy token rows into expert order, in units of ROWS rows x one of PIECES boxes, two units in flight.
 
-    Each unit adds 1 to the counter of its 64-row block. Or BY_EXPERT: to that of its expert, and nothing is written before the
-    expert's free_counter has reached free_target, when nobody reads what its rows held before.
+    Each unit adds 1 to the counter of its 64-row block, or BY_EXPERT to that of its expert. AFTER: nothing is written before
+    the expert's counter of `free` has reached its target, when nobody reads what its rows held before.
     """
     BOX: gl.constexpr = moves.box_parts * moves.part
     BOXES: gl.constexpr = MOVER_SLOT_ELEMENTS // BOX  # that a slot holds
@@ -88,10 +116,11 @@ def dispatch(
     for unit in range(first, units, gl.num_programs(0)):
         mbarrier.wait(moves.full.index(at.slot), at.phase)
         block = (unit // PIECES) * ROWS // ROW_BLOCK
-        if BY_EXPERT:
-            expert = gl.load(expert_of_block + block)
+        if BY_EXPERT or AFTER:
+            expert = gl.load(moves.expert_of_block + block)
+        if AFTER:  # noqa: SIM102 (the compiler decides this one, the program the next)
             if expert != free_expert:
-                fence_async_global(wait_for(job.counters + free_counter + expert, free_target, job.status, True))
+                fence_async_global(wait_for(job.counters + free.counter + expert, target_of(free, expert), job.status, True))
                 free_expert = expert
         for r in gl.static_range(ROWS):
             tma_store(
@@ -107,7 +136,7 @@ def dispatch(
         stores_complete(unit)
         barrier()
         if BY_EXPERT:
-            signal(job.counters + counter_of_unit + free_expert)
+            signal(job.counters + counter_of_unit + expert)
         else:
             signal(job.counters + counter_of_unit + block)
         at = after
@@ -158,6 +187,7 @@ def combine(job, rows, moves, groups, at, WEIGHTED: gl.constexpr):
     units = gl.to_tensor(0)
     done = gl.to_tensor(0)
     if first < moves.mover_tokens:
+        wait_for_shared(job, moves)
         units = ((moves.mover_tokens - 1 - first) // stride + 1) * (CHUNKS * ROUNDS)
         done = groups_up_to(job, groups, done, first)
         fetch_slots(rows, moves, 0, gl.load(groups.token + first), at.slot, boxes, SLOTS, ROUNDS, BOX_PARTS)
@@ -185,17 +215,26 @@ def combine(job, rows, moves, groups, at, WEIGHTED: gl.constexpr):
             accumulator = accumulator + value
         if unit % ROUNDS == ROUNDS - 1:
             if moves.has_shared:
-                accumulator = accumulator + shared_row(moves, token, here, parts < moves.parts)
+                accumulator = accumulator + shared_row(moves, token, here, parts < moves.parts, WEIGHTED)
             gl.store(moves.out + here, accumulator.to(gl.bfloat16), mask=parts < moves.parts)
         barrier()  # all lanes have read the slot before the next copy into it starts
         at = after
 
 
 @gluon.jit
-def shared_row(moves, token, here, inside):
+def wait_for_shared(job, moves):
+    """Until every row of the shared experts is there; their tasks opened the list."""
+    if moves.has_shared:
+        blocks = (moves.num_tokens + ROW_BLOCK - 1) // ROW_BLOCK
+        target = blocks * ((moves.parts * moves.part + TILE_N - 1) // TILE_N)
+        wait_for(job.counters + moves.shared_counter, target, job.status, True)
+
+
+@gluon.jit
+def shared_row(moves, token, here, inside, WEIGHTED: gl.constexpr):
     """What the shared experts add to the sum of `token`, in fp32, times its scale if there is one."""
     value = gl.load(moves.shared + here, mask=inside, other=0.0).to(gl.float32)
-    if moves.has_scale:
+    if WEIGHTED and moves.has_scale:
         value = value * gl.load(moves.shared_scale + token)
     return value
 
@@ -210,16 +249,8 @@ def route_weight(moves, token, slot):
 
 @gluon.jit
 def combine_rest(
-    job,
-    moves,
-    rows,
-    token_order,
-    total_target,
-    WEIGHTED: gl.constexpr,
-    PARTITION: gl.constexpr,
-    PARTITIONS: gl.constexpr,
-    WARPS: gl.constexpr,
-):
+    job, moves, rest, WEIGHTED: gl.constexpr, PARTITION: gl.constexpr, PARTITIONS: gl.constexpr, WARPS: gl.constexpr
+):  # fmt: skip
     """The tokens that the movers leave, by the partitions of WARPS warps whose tiles are done. The same sums as `combine`.
 
     A warp sums one token, 1024 columns at a time; all its rows are on their way before the first is added.
@@ -233,10 +264,11 @@ def combine_rest(
     warp = gl.arange(0, WARPS, of_tokens)
     begin = moves.mover_tokens + (gl.program_id(0) * PARTITIONS + PARTITION) * WARPS
     if begin < moves.num_tokens:
-        wait_for(job.counters, total_target, job.status, True)
+        wait_for(job.counters, rest.total_target, job.status, True)
+        wait_for_shared(job, moves)
     for first in range(begin, moves.num_tokens, gl.num_programs(0) * PARTITIONS * WARPS):
         exists = first + warp < moves.num_tokens
-        token = gl.load(token_order + first + warp, mask=exists, other=0)
+        token = gl.load(rest.token_order + first + warp, mask=exists, other=0)
         for chunk in range((H + COLUMNS - 1) // COLUMNS):
             at = chunk * COLUMNS + columns
             accumulator = gl.zeros([WARPS, COLUMNS], gl.float32, layout)
@@ -246,7 +278,7 @@ def combine_rest(
                     route = token * moves.top_k + slot
                     row = gl.load(moves.row_of_route + route, mask=exists & (slot < moves.top_k), other=-1)
                     place = row.to(gl.int64)[:, None] * H + at
-                    value = gl.load(rows + place, mask=(row >= 0)[:, None] & (at < H), other=0.0).to(gl.float32)
+                    value = gl.load(rest.rows + place, mask=(row >= 0)[:, None] & (at < H), other=0.0).to(gl.float32)
                     if WEIGHTED:
                         value = value * gl.load(moves.weights + route, mask=row >= 0, other=0.0)[:, None]
                     accumulator = accumulator + value
@@ -254,7 +286,7 @@ def combine_rest(
             inside = exists[:, None] & (at < H)
             if moves.has_shared:
                 value = gl.load(moves.shared + here, mask=inside, other=0.0).to(gl.float32)
-                if moves.has_scale:
+                if WEIGHTED and moves.has_scale:
                     value = value * gl.load(moves.shared_scale + token)[:, None]
                 accumulator = accumulator + value
             gl.store(moves.out + here, accumulator.to(gl.bfloat16), mask=inside)
@@ -263,17 +295,18 @@ def combine_rest(
 @gluon.jit
 def move_forward(job, x, x_rows, y_rows, moves, groups):
     at = Cursor(gl.to_tensor(0), gl.to_tensor(0), MOVER_SLOTS)
-    at = dispatch(job, x, x_rows, moves, at, 1, moves.route_of_row, 0, 0, False)
+    at = dispatch(job, x, x_rows, moves, at, 1, False, 0, False)
     combine(job, y_rows, moves, groups, at, True)
 
 
 @gluon.jit
 def move_backward(
-    job, dy, dy_rows, x, x_rows, dx_rows, moves, groups, expert_of_block, x_counter, free_counter, free_target,
-    LAST: gl.constexpr,
+    job, dy, dy_rows, x, x_rows, dx_rows, moves, groups, x_counter, x_free, again_counter, dy_free, LAST: gl.constexpr
 ):  # fmt: skip
     at = Cursor(gl.to_tensor(0), gl.to_tensor(0), MOVER_SLOTS)
-    at = dispatch(job, dy, dy_rows, moves, at, 1, expert_of_block, 0, 0, False)
+    if job.again:
+        at = dispatch(job, x, x_rows, moves, at, again_counter, False, 0, False)
+    at = dispatch(job, dy, dy_rows, moves, at, 1, False, dy_free, job.again)
     if LAST > DX:
-        at = dispatch(job, x, x_rows, moves, at, x_counter, expert_of_block, free_counter, free_target, True)
+        at = dispatch(job, x, x_rows, moves, at, x_counter, True, x_free, True)
     combine(job, dx_rows, moves, groups, at, False)

@@ -52,6 +52,11 @@ from mok.kernels.tasks import (
 SEGMENT_ROWS = tl.constexpr(16)  # every (expert, segment) starts on a multiple: the k16 step of a weight gradient
 STATUS_BAD_IDS = tl.constexpr(2)  # bit of the status word, see mok/launch/status.py
 
+# Whose tasks `write_tile_tasks` writes: of the forward, of the backward, or those that the backward computes again.
+FORWARD = tl.constexpr(0)
+BACKWARD = tl.constexpr(1)
+AGAIN = tl.constexpr(2)
+
 
 @triton.jit
 def load_bins(bin_of_item, item, exists, num_bins):
@@ -203,13 +208,15 @@ def count_groups(
     backward_group_size,
     forward_tiles,
     backward_tiles,
-    weight_tasks,
+    forward_others,
+    backward_others,
     BINS: tl.constexpr,
 ):
     """Computes the m-tiles and groups before each expert, and how long the lists are.
 
-    Program: one in all. forward_tiles, backward_tiles: tasks per m-tile; weight_tasks: tasks of all weight gradients. A
-    backward that is not planned has 0 of both. Writes mtile_start and both group_start int32 [num_experts + 1], and sizes [8].
+    Program: one in all. forward_tiles, backward_tiles: tasks per m-tile; forward_others, backward_others: those that no m-tile
+    has, of shared experts and of weight gradients. A backward that is not planned has 0 of both. Writes mtile_start and both
+    group_start int32 [num_experts + 1], and sizes [8].
     """
     expert = tl.arange(0, BINS)
     real = expert < num_experts
@@ -223,8 +230,8 @@ def count_groups(
     store_starts(backward_group_start, backward_groups, expert, num_experts)
     place = tl.arange(0, 8)
     values = tl.where(place == SIZE_ROWS, tl.load(expert_start + num_experts), 0)
-    values = tl.where(place == SIZE_FORWARD_TASKS, num_mtiles * forward_tiles, values)
-    values = tl.where(place == SIZE_BACKWARD_TASKS, num_mtiles * backward_tiles + weight_tasks, values)
+    values = tl.where(place == SIZE_FORWARD_TASKS, num_mtiles * forward_tiles + forward_others, values)
+    values = tl.where(place == SIZE_BACKWARD_TASKS, num_mtiles * backward_tiles + backward_others, values)
     values = tl.where(place == SIZE_GROUPS, num_groups, values)
     values = tl.where(place == SIZE_MTILES, num_mtiles, values)
     tl.store(sizes + place, values)
@@ -315,6 +322,7 @@ def write_tile_tasks(
     groups_per_phase,
     combine_group_start,
     combine_group_size,
+    tiles_before,
     first_tiles,
     second_tiles,
     tasks_between,
@@ -322,11 +330,12 @@ def write_tile_tasks(
     intermediate_size,
     units,
     num_blocks_max,
-    FORWARD: tl.constexpr,
+    PASS: tl.constexpr,
     WIDTH: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Writes the records of GATE_UP and DOWN (forward) or DH and DX, each where the order of the list puts it.
+    """Writes the records of GATE_UP and DOWN (forward), DH and DX (backward), or GATE_UP alone (computed again), each where the
+    order of the list puts it, after `tiles_before` tasks of every m-tile.
 
     Program: WIDTH tasks, numbered by (m-tile, tile); `first_tiles` of an m-tile are of the first kind, then `second_tiles` of
     the second. Order (A first kind, B second, one stretch per phase): A0, A1, B0, A2, B1, ..., with groups in order inside a
@@ -357,7 +366,7 @@ def write_tile_tasks(
     previous = tl.maximum(phase_group - groups_per_phase, 0)
     before = first_mtile(previous, mtile_start, group_start, num_experts, group_size, BINS)
     after = first_mtile(phase_group + 2 * groups_per_phase, mtile_start, group_start, num_experts, group_size, BINS)
-    inside = column * length + mtile - group_mtile
+    inside = column * length + mtile - group_mtile + tl.load(mtile_start + num_experts) * tiles_before
     first_place = first_tiles * group_mtile + second_tiles * before + inside
     second_place = first_tiles * after + tasks_between + second_tiles * group_mtile + inside
     place = tl.where(is_first, first_place, second_place)
@@ -378,7 +387,16 @@ def write_tile_tasks(
     records = with_field(records, WAIT0, tl.where(is_first, arrived, ready))
     records = with_field(records, WAIT0_TARGET, tl.where(is_first, units, (2 - half) * first_tiles))
     records = with_field(records, SIGNAL0, tl.where(is_first, ready, complete))
-    if FORWARD:
+    if PASS == AGAIN:
+        gate_up_in = 1 + 3 * num_blocks_max + 5 * num_experts + block
+        records = with_field(records, N, column * (TILE_N // 2))
+        records = with_field(records, STEPS, tl.zeros_like(column) + steps_h)
+        records = with_field(records, WAIT0, gate_up_in)
+        records = with_field(records, WAIT1, gate_up_in + 1 - half)
+        records = with_field(records, WAIT1_TARGET, tl.zeros_like(column) + units)
+        records = with_field(records, SIGNAL0, 1 + 3 * num_blocks_max + 4 * num_experts + expert)
+        records = with_field(records, SIGNAL1, tl.full((WIDTH,), -1, tl.int32))
+    elif PASS == FORWARD:
         records = with_field(records, KIND, tl.where(is_first, GATE_UP, DOWN))
         records = with_field(records, N, column * tl.where(is_first, TILE_N // 2, TILE_N))
         records = with_field(records, STEPS, tl.where(is_first, steps_h, steps_i))
@@ -481,31 +499,40 @@ def write_tasks(
     num_blocks_max,
     forward_programs,
     backward_programs,
+    again_programs,
     WIDTH: tl.constexpr,
     BINS: tl.constexpr,
 ):
     """Writes both tables. Program: WIDTH tasks; first `forward_programs` programs for the forward, then `backward_programs` for
-    the tile tasks of the backward, then those of the weight gradients."""
+    the tile tasks of the backward, `again_programs` for the GATE_UP tasks that open it where it has them, then those of the
+    weight gradients."""
     rows_i = (intermediate_size + TILE_M - 1) // TILE_M
     columns_i = (intermediate_size + TILE_N - 1) // TILE_N
     columns_h = (hidden_size + TILE_N - 1) // TILE_N
+    tiles_again = tl.where(again_programs > 0, rows_i, 0)
     program = tl.program_id(0)
     if program < forward_programs:
         write_tile_tasks(
             forward_tasks, program, expert_start, mtile_start, forward_group_start, num_experts, forward_group_size,
-            forward_groups_per_phase, forward_group_start, forward_group_size, rows_i, columns_h, 0, hidden_size,
-            intermediate_size, units, num_blocks_max, True, WIDTH, BINS,
+            forward_groups_per_phase, forward_group_start, forward_group_size, 0, rows_i, columns_h, 0, hidden_size,
+            intermediate_size, units, num_blocks_max, FORWARD, WIDTH, BINS,
         )  # fmt: skip
     elif program < forward_programs + backward_programs:
         write_tile_tasks(
             backward_tasks, program - forward_programs, expert_start, mtile_start, backward_group_start, num_experts,
-            backward_group_size, num_mtiles_max, forward_group_start, forward_group_size, columns_i, columns_h, weight_tasks,
-            hidden_size, intermediate_size, units, num_blocks_max, False, WIDTH, BINS,
+            backward_group_size, num_mtiles_max, forward_group_start, forward_group_size, tiles_again, columns_i, columns_h,
+            weight_tasks, hidden_size, intermediate_size, units, num_blocks_max, BACKWARD, WIDTH, BINS,
+        )  # fmt: skip
+    elif program < forward_programs + backward_programs + again_programs:
+        write_tile_tasks(
+            backward_tasks, program - forward_programs - backward_programs, expert_start, mtile_start, backward_group_start,
+            num_experts, backward_group_size, num_mtiles_max, forward_group_start, forward_group_size, 0, rows_i, 0, 0,
+            hidden_size, intermediate_size, units, num_blocks_max, AGAIN, WIDTH, BINS,
         )  # fmt: skip
     else:
         write_weight_tasks(
-            backward_tasks, program - forward_programs - backward_programs, expert_start, mtile_start, num_experts,
-            columns_i, hidden_size, intermediate_size, units, num_blocks_max, WIDTH,
+            backward_tasks, program - forward_programs - backward_programs - again_programs, expert_start, mtile_start,
+            num_experts, tiles_again + columns_i, hidden_size, intermediate_size, units, num_blocks_max, WIDTH,
         )  # fmt: skip
 
 

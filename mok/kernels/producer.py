@@ -50,15 +50,15 @@ from mok.kernels.tasks import (
 
 
 @gluon.jit
-def load_gate_up(loads, ring, at, expert, row, column, steps):
+def load_gate_up(rows, gate, up, ring, at, expert, row, column, steps):
     for k in range(steps):
         mbarrier.wait(ring.empty.index(at.slot), at.phase)
         full = ring.full.index(at.slot)
         mbarrier.expect(full, STAGE_BYTES)
         b = ring.b.index(at.slot)._reinterpret(gl.bfloat16, [2, 1, TILE_N // 2, TILE_C], EXPERT_TILE)
-        tma_load(loads.x_rows, [row, k * TILE_C], full, ring.a.index(at.slot))
-        tma_load(loads.gate, [expert, column, k * TILE_C], full, b.index(0))
-        tma_load(loads.up, [expert, column, k * TILE_C], full, b.index(1))
+        tma_load(rows, [row, k * TILE_C], full, ring.a.index(at.slot))
+        tma_load(gate, [expert, column, k * TILE_C], full, b.index(0))
+        tma_load(up, [expert, column, k * TILE_C], full, b.index(1))
         at = at.next()
     return at
 
@@ -135,7 +135,30 @@ def load_gradient_pieces(gradient, ring, at, expert, m, column):
 
 
 @gluon.jit
-def produce(job, loads, ring, started, BACKWARD: gl.constexpr, LAST: gl.constexpr):
+def load_forward(loads, ring, at, kind, expert, row, column, steps):
+    if kind == GATE_UP:
+        at = load_gate_up(loads.x_rows, loads.gate, loads.up, ring, at, expert, row, column, steps)
+    else:
+        at = load_down(loads, ring, at, expert, row, column, steps)
+    return at
+
+
+@gluon.jit
+def load_backward(loads, ring, at, kind, expert, row, column, steps, AGAIN: gl.constexpr):
+    """The kinds of the backward whose result is rows."""
+    if kind == DH:
+        at = load_rows_by_expert(loads.dy_rows, loads.down, ring, at, expert, row, column, steps)
+        at = load_gate_up_pieces(loads, ring, at, row, column)
+    elif kind == DX:
+        at = load_rows_by_expert(loads.gate_rows, loads.gate, ring, at, expert, row, column, steps // 2)
+        at = load_rows_by_expert(loads.up_rows, loads.up, ring, at, expert, row, column, steps // 2)
+    elif AGAIN:
+        at = load_gate_up(loads.again[0], loads.again[1], loads.again[2], ring, at, expert, row, column, steps)
+    return at
+
+
+@gluon.jit
+def produce(job, loads, shared_loads, ring, started, BACKWARD: gl.constexpr, LAST: gl.constexpr):
     at = Cursor(gl.to_tensor(0), gl.to_tensor(1), ring.size)  # a fresh barrier lets the wait for phase 1 pass
     for i in range(gl.program_id(0), job.num_tasks, gl.num_programs(0)):
         task = job.tasks + i * FIELDS
@@ -154,19 +177,21 @@ def produce(job, loads, ring, started, BACKWARD: gl.constexpr, LAST: gl.constexp
             value = wait_for(job.counters + gl.load(task + WAIT1), target, job.status, False)
             fence_async_global(value)
             note_time(job, i, TRACE_LOAD)
+        shared = False
+        if job.shared:
+            shared = gl.load(task + PART) != 0
         if skipped:
             pass
         elif not BACKWARD:
-            if kind == GATE_UP:
-                at = load_gate_up(loads, ring, at, expert, row, column, steps)
+            if job.shared and shared:
+                at = load_forward(shared_loads, ring, at, kind, expert, row, column, steps)
             else:
-                at = load_down(loads, ring, at, expert, row, column, steps)
-        elif kind == DH:
-            at = load_rows_by_expert(loads.dy_rows, loads.down, ring, at, expert, row, column, steps)
-            at = load_gate_up_pieces(loads, ring, at, row, column)
-        elif kind == DX:
-            at = load_rows_by_expert(loads.gate_rows, loads.gate, ring, at, expert, row, column, steps // 2)
-            at = load_rows_by_expert(loads.up_rows, loads.up, ring, at, expert, row, column, steps // 2)
+                at = load_forward(loads, ring, at, kind, expert, row, column, steps)
+        elif kind <= DX:
+            if job.shared and shared:
+                at = load_backward(shared_loads, ring, at, kind, expert, row, column, steps, job.again)
+            else:
+                at = load_backward(loads, ring, at, kind, expert, row, column, steps, job.again)
         else:
             m = gl.load(task + M)
             carried = (started != 0) & (steps > 0)

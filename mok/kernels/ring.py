@@ -82,7 +82,10 @@ class Pieces:
 
 @record
 class Job:
-    """What all roles walk: tasks, counters, the row and task counts that the planner left on the device, the status word."""
+    """What all roles walk: tasks, counters, the row and task counts that the planner left on the device, the status word.
+
+    shared: whether tasks of shared experts are among them; again: whether a backward computes gate and up again.
+    """
 
     tasks: gl.tensor
     num_tasks: gl.tensor
@@ -91,6 +94,8 @@ class Job:
     status: gl.tensor
     trace: gl.tensor
     traced: gl.constexpr
+    shared: gl.constexpr
+    again: gl.constexpr
 
 
 @gluon.jit

@@ -69,7 +69,36 @@ def send_gradient(gradient, expert, m, column, pieces, at):
 
 
 @gluon.jit
-def store(job, stores, pieces, started, BACKWARD: gl.constexpr, LAST: gl.constexpr, WG: gl.constexpr):
+def send_forward(stores, kind, row, column, pieces, at):
+    if kind == GATE_UP:
+        at = send_pair(stores.h_rows, row, column, pieces, at)
+        if stores.keep:
+            at = send_pair(stores.gate_rows, row, column, pieces, at)
+            at = send_pair(stores.up_rows, row, column, pieces, at)
+    else:
+        at = send_rows(stores.y_rows, row, column, pieces, at)
+    return at
+
+
+@gluon.jit
+def send_backward(stores, kind, row, column, pieces, at, AGAIN: gl.constexpr):
+    """The kinds of the backward whose result is rows."""
+    if kind == DH:
+        for q in range(4):
+            at = send(stores.wh_rows, row, column + q * PIECE_N, pieces, at)
+            at = send(stores.gate_rows, row, column + q * PIECE_N, pieces, at)
+            at = send(stores.up_rows, row, column + q * PIECE_N, pieces, at)
+            release(pieces, at, 3)
+    elif kind == DX:
+        at = send_rows(stores.dx_rows, row, column, pieces, at)
+    elif AGAIN:
+        at = send_pair(stores.gate_rows, row, column, pieces, at)
+        at = send_pair(stores.up_rows, row, column, pieces, at)
+    return at
+
+
+@gluon.jit
+def store(job, stores, shared_stores, pieces, started, BACKWARD: gl.constexpr, LAST: gl.constexpr, WG: gl.constexpr):
     at = Cursor(gl.to_tensor(0), gl.to_tensor(0), pieces.size)
     for i in range(gl.program_id(0), job.num_tasks, gl.num_programs(0)):
         task = job.tasks + i * FIELDS
@@ -82,22 +111,19 @@ def store(job, stores, pieces, started, BACKWARD: gl.constexpr, LAST: gl.constex
             if job.traced and WG == 0:
                 mbarrier.wait(pieces.full.index(at.slot), at.phase)
                 note_time(job, i, TRACE_FINISH)
+            shared = False
+            if job.shared:
+                shared = gl.load(task + PART) != 0
             if not BACKWARD:
-                if kind == GATE_UP:
-                    at = send_pair(stores.h_rows, row, column, pieces, at)
-                    if stores.keep:
-                        at = send_pair(stores.gate_rows, row, column, pieces, at)
-                        at = send_pair(stores.up_rows, row, column, pieces, at)
+                if job.shared and shared:
+                    at = send_forward(shared_stores, kind, row, column, pieces, at)
                 else:
-                    at = send_rows(stores.y_rows, row, column, pieces, at)
-            elif kind == DH:
-                for q in range(4):
-                    at = send(stores.wh_rows, row, column + q * PIECE_N, pieces, at)
-                    at = send(stores.dgate_rows, row, column + q * PIECE_N, pieces, at)
-                    at = send(stores.dup_rows, row, column + q * PIECE_N, pieces, at)
-                    release(pieces, at, 3)
-            elif kind == DX:
-                at = send_rows(stores.dx_rows, row, column, pieces, at)
+                    at = send_forward(stores, kind, row, column, pieces, at)
+            elif kind <= DX:
+                if job.shared and shared:
+                    at = send_backward(shared_stores, kind, row, column, pieces, at, job.again)
+                else:
+                    at = send_backward(stores, kind, row, column, pieces, at, job.again)
             else:
                 expert = gl.load(task + EXPERT)
                 m = gl.load(task + M) + WG * HALF_M

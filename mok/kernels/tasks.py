@@ -8,19 +8,25 @@ of kinds, columns, counters and tile sides, and nothing else: the planner (`mok.
 | kind | rows of A | B | result | waits for | signals |
 |---|---|---|---|---|---|
 | GATE_UP | x_rows | gate, up | h_rows, gate_rows, up_rows | X_IN of its blocks | HIDDEN |
+| GATE_UP again | x_rows | gate, up | gate_rows, up_rows | GATE_UP_IN of its blocks | GATE_UP_OF_EXPERT |
 | DOWN | h_rows | down | y_rows | HIDDEN | GROUP, TOTAL |
 | DH | dy_rows | down^T | wh_rows, dgate_rows, dup_rows, partial sums | DY_IN of its blocks | DHIDDEN, DHIDDEN_OF_EXPERT |
 | DW_DOWN | dy_rows^T | wh_rows | gradient of down | DHIDDEN_OF_EXPERT | DOWN_DONE_OF_EXPERT |
 | DW_GATE_UP | dgate_rows^T, dup_rows^T | x_rows | gradient of gate, up | DHIDDEN_OF_EXPERT, X_IN_OF_EXPERT | X_DONE_OF_EXPERT |
 | DX | dgate_rows, dup_rows | gate^T, up^T | dx_rows | DHIDDEN, X_DONE_OF_EXPERT | GROUP, TOTAL |
 
-The kinds of the backward are listed in that order. So one buffer of rows holds dy_rows, then x_rows, which the mover brings
-when DOWN_DONE_OF_EXPERT is reached, then dx_rows; in the forward one holds x_rows, then y_rows.
+The kinds of the backward are listed in that order, GATE_UP where the forward did not keep gate_rows and up_rows. So one buffer
+of rows holds x_rows, if GATE_UP is listed, then dy_rows, which the mover brings when GATE_UP_OF_EXPERT is reached, then x_rows
+at DOWN_DONE_OF_EXPERT, then dx_rows; in the forward one holds x_rows, then y_rows.
 
-Counters of one launch, with B = blocks that fit in the row buffers and L = local experts:
-forward TOTAL | X_IN[B] | HIDDEN[B] | GROUP[B];
+Shared experts are one expert more whose rows are the tokens in order, so nobody brings them: its tasks (PART = 1) open each
+list, GATE_UP and DOWN, or GATE_UP where it is computed again, DH and DX. A waits for nothing; HIDDEN and GATE_UP are counted by
+SHARED_HIDDEN and SHARED_GATE_UP, and SHARED counts the last of them, which the combine waits for.
+
+Counters of one launch, with B = blocks that fit in the row buffers, L = local experts, S = blocks that hold the tokens:
+forward TOTAL | X_IN[B] | HIDDEN[B] | GROUP[B] | SHARED | SHARED_HIDDEN[S];
 backward TOTAL | DY_IN[B] | DHIDDEN[B] | GROUP[B] | DHIDDEN_OF_EXPERT[L] | X_IN_OF_EXPERT[L] | DOWN_DONE_OF_EXPERT[L] |
-X_DONE_OF_EXPERT[L].
+X_DONE_OF_EXPERT[L] | GATE_UP_OF_EXPERT[L] | GATE_UP_IN[B] | SHARED | SHARED_HIDDEN[S] | SHARED_GATE_UP[S].
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from mok.kernels.consumer import halves, hand_over, limited, place, wait_for_slots
+from mok.kernels.consumer import halves, hand_over, limited, place, place_of_sums, wait_for_slots, weight_of_rows
 from mok.kernels.gluon_compat import barrier, record, tma_store, tma_store_wait
 from mok.kernels.mover import combine_rest
 from mok.kernels.ring import (
@@ -117,7 +117,7 @@ def multiply_tile(ring, at, accumulator, steps, continued, A_BY_COLUMNS: gl.cons
         if A_BY_COLUMNS:
             a = a._reinterpret(gl.bfloat16, [TILE_C, TILE_M], TILE).permute((1, 0))
         if not B_BY_ROWS:
-            b = b.permute((1, 0))
+            b = b._reinterpret(gl.bfloat16, [TILE_N, TILE_C], TILE).permute((1, 0))
         tcgen05_mma(a, b, accumulator, use_acc=continued | (k > 0))
         tcgen05_commit(ring.empty.index(at.slot))
         tcgen05_commit(ring.empty.index(at.slot))
@@ -148,7 +148,7 @@ def multiply(job, ring, accumulators, started, BACKWARD: gl.constexpr, LAST: gl.
             accumulator = accumulators.data.index(which)
             full = accumulators.full.index(which)
             mbarrier.wait(accumulators.free.index(which), ((turn // ACCUMULATORS) & 1) ^ 1)
-            if not BACKWARD:
+            if not BACKWARD or (job.again and kind == GATE_UP):
                 at = multiply_tile(ring, at, accumulator, steps, False, False, False)
                 tcgen05_commit(full)
             elif kind <= DX:
@@ -213,14 +213,13 @@ def column_sum(x):
 
 @gluon.jit
 def finish_dh(
-    tile, ring, ring_at, pieces, at, moves, partial, row, column, num_rows, NUM_BLOCKS: gl.constexpr, CLAMP: gl.constexpr
-):
+    tile, ring, ring_at, pieces, at, moves, sums, task, num_rows, HAS_SHARED: gl.constexpr, CLAMP: gl.constexpr
+):  # fmt: skip
     """As `mok.kernels.consumer.finish_dh`; rows from `num_rows` on belong to another task."""
     of_rows: gl.constexpr = gl.SliceLayout(1, FRAGMENT)
-    inside = gl.arange(0, TILE_M, of_rows)
-    rows = row + inside
-    route = gl.load(moves.route_of_row + rows, mask=inside < num_rows, other=-1)
-    weight = gl.load(moves.weights + route, mask=route >= 0, other=0.0)
+    inside = gl.arange(0, TILE_M, of_rows) < num_rows
+    rows = gl.load(task + ROW) + gl.arange(0, TILE_M, of_rows)
+    weight = weight_of_rows(moves, task, rows, inside)
     total = gl.zeros([TILE_M], gl.float32, of_rows)
     first_total = total
     for j in gl.static_range(4):
@@ -249,9 +248,9 @@ def finish_dh(
         d = dh * weight[:, None]
         at = put(d * slope, pieces, at)
         at = put(d * silu, pieces, at)
-    target = partial + rows.to(gl.int64) * NUM_BLOCKS + column // 128
-    gl.store(target, first_total, mask=inside < num_rows)
-    gl.store(target + 1, total, mask=(inside < num_rows) & (column // 128 + 1 < NUM_BLOCKS))
+    target, second = place_of_sums(sums, task, rows, HAS_SHARED)
+    gl.store(target, first_total, mask=inside)
+    gl.store(target + 1, total, mask=inside & second)
     return ring_at, at
 
 
@@ -292,12 +291,9 @@ def finish(
     accumulators,
     pieces,
     moves,
-    rows,
-    token_order,
-    total_target,
-    partial,
+    rest,
+    sums,
     started,
-    NUM_BLOCKS: gl.constexpr,
     KEEP: gl.constexpr,
     CLAMP: gl.constexpr,
     BACKWARD: gl.constexpr,
@@ -326,19 +322,15 @@ def finish(
                     at = finish_rows(tile, pieces, at)
             elif kind == DH:
                 num_rows = gl.where(gl.load(task + HALF) != 0, HALF_M, TILE_M)
-                row = gl.load(task + ROW)
-                column = gl.load(task + N)
-                ring_at, at = finish_dh(
-                    tile, ring, ring_at, pieces, at, moves, partial, row, column, num_rows, NUM_BLOCKS, CLAMP
-                )
-            elif kind == DX:
+                ring_at, at = finish_dh(tile, ring, ring_at, pieces, at, moves, sums, task, num_rows, job.shared, CLAMP)
+            elif kind <= DX:  # GATE_UP, where it is computed again, leaves gate and up side by side
                 at = finish_rows(tile, pieces, at)
             else:
                 at = finish_gradient(tile, pieces, at, steps)
             barrier()  # all warps have read the tile
             mbarrier.arrive(accumulators.free.index(which), count=1)
             turn += 1
-    combine_rest(job, moves, rows, token_order, total_target, not BACKWARD, 0, 1, 8)
+    combine_rest(job, moves, rest, not BACKWARD, 0, 1, 8)
 
 
 @gluon.jit
@@ -382,7 +374,40 @@ def send_gradient(gradient, expert, m, column, half, pieces, at):
 
 
 @gluon.jit
-def send(job, stores, pieces, started, BACKWARD: gl.constexpr, LAST: gl.constexpr):
+def send_forward(stores, kind, row, column, half, pieces, at):
+    if kind == GATE_UP:
+        for q in gl.static_range(2):
+            at = send_piece(stores.h_rows, row, column + q * PIECE_N, half, pieces, at, q)
+        if stores.keep:
+            for q in gl.static_range(2):
+                at = send_piece(stores.gate_rows, row, column + q * PIECE_N, half, pieces, at, 2 + q)
+            for q in gl.static_range(2):
+                at = send_piece(stores.up_rows, row, column + q * PIECE_N, half, pieces, at, 4 + q)
+    else:
+        at = send_tile(stores.y_rows, row, column, half, pieces, at)
+    return at
+
+
+@gluon.jit
+def send_backward(stores, kind, row, column, half, pieces, at, AGAIN: gl.constexpr):
+    """The kinds of the backward whose result is rows."""
+    if kind == DH:
+        for q in range(4):
+            at = send_piece(stores.wh_rows, row, column + q * PIECE_N, half, pieces, at, 3 * q)
+            at = send_piece(stores.gate_rows, row, column + q * PIECE_N, half, pieces, at, 3 * q + 1)
+            at = send_piece(stores.up_rows, row, column + q * PIECE_N, half, pieces, at, 3 * q + 2)
+    elif kind == DX:
+        at = send_tile(stores.dx_rows, row, column, half, pieces, at)
+    elif AGAIN:
+        for q in gl.static_range(2):
+            at = send_piece(stores.gate_rows, row, column + q * PIECE_N, half, pieces, at, q)
+        for q in gl.static_range(2):
+            at = send_piece(stores.up_rows, row, column + q * PIECE_N, half, pieces, at, 2 + q)
+    return at
+
+
+@gluon.jit
+def send(job, stores, shared_stores, pieces, started, BACKWARD: gl.constexpr, LAST: gl.constexpr):
     at = Cursor(gl.to_tensor(0), gl.to_tensor(0), pieces.size)
     for i in range(gl.program_id(0), job.num_tasks, gl.num_programs(0)):
         task = job.tasks + i * FIELDS
@@ -394,24 +419,19 @@ def send(job, stores, pieces, started, BACKWARD: gl.constexpr, LAST: gl.constexp
             if job.traced:
                 mbarrier.wait(pieces.full.index(at.slot), at.phase)
                 note_time(job, i, TRACE_FINISH)
+            shared = False
+            if job.shared:
+                shared = gl.load(task + PART) != 0
             if not BACKWARD:
-                if kind == GATE_UP:
-                    for q in gl.static_range(2):
-                        at = send_piece(stores.h_rows, row, column + q * PIECE_N, half, pieces, at, q)
-                    if stores.keep:
-                        for q in gl.static_range(2):
-                            at = send_piece(stores.gate_rows, row, column + q * PIECE_N, half, pieces, at, 2 + q)
-                        for q in gl.static_range(2):
-                            at = send_piece(stores.up_rows, row, column + q * PIECE_N, half, pieces, at, 4 + q)
+                if job.shared and shared:
+                    at = send_forward(shared_stores, kind, row, column, half, pieces, at)
                 else:
-                    at = send_tile(stores.y_rows, row, column, half, pieces, at)
-            elif kind == DH:
-                for q in range(4):
-                    at = send_piece(stores.wh_rows, row, column + q * PIECE_N, half, pieces, at, 3 * q)
-                    at = send_piece(stores.dgate_rows, row, column + q * PIECE_N, half, pieces, at, 3 * q + 1)
-                    at = send_piece(stores.dup_rows, row, column + q * PIECE_N, half, pieces, at, 3 * q + 2)
-            elif kind == DX:
-                at = send_tile(stores.dx_rows, row, column, half, pieces, at)
+                    at = send_forward(stores, kind, row, column, half, pieces, at)
+            elif kind <= DX:
+                if job.shared and shared:
+                    at = send_backward(shared_stores, kind, row, column, half, pieces, at, job.again)
+                else:
+                    at = send_backward(stores, kind, row, column, half, pieces, at, job.again)
             else:
                 expert = gl.load(task + EXPERT)
                 m = gl.load(task + M)

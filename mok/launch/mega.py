@@ -18,7 +18,7 @@ from mok.kernels.rows import sum_partials
 from mok.launch.config import KernelConfig
 from mok.launch.plan import DevicePlan, ceil_div
 
-__all__ = ["Backward", "Gradients", "RowBox", "Weights", "backward", "forward", "recompute", "row_box"]
+__all__ = ["Backward", "Gradients", "RowBox", "Shared", "Weights", "backward", "forward", "row_box"]
 
 PARTIAL_COLUMNS = 128
 """Columns of one partial sum of the router weights' gradient (docs/numerics.md, rule 6)."""
@@ -41,17 +41,38 @@ class Gradients(NamedTuple):
     started: bool
 
 
+class Shared(NamedTuple):
+    """Shared experts as one expert that every token goes to: weights [1, S, H], [1, S, H], [1, H, S] and, fp32 [T], the factor
+    of each token's row, or None for 1."""
+
+    weights: Weights
+    scale_T: Tensor | None
+
+
+class Kept(NamedTuple):
+    """Pre-activations for the backward: gate_rows, up_rows [P, I], and those of shared experts [T in whole blocks, S]."""
+
+    gate_rows: Tensor
+    up_rows: Tensor
+    shared_gate_rows: Tensor | None
+    shared_up_rows: Tensor | None
+
+
 class Backward(NamedTuple):
-    """dx_TH bf16, dweights_TK fp32, and wh_rows [P, I]: h as it went into the gradient of down, router weight included."""
+    """dx_TH bf16, dweights_TK fp32. Of shared experts, whose weight gradients are dense products of these: d(gate), d(up) and
+    h, the scale in each, [T in whole blocks, S] bf16; dscale_T fp32 if there is a scale."""
 
     dx_TH: Tensor
     dweights_TK: Tensor
-    wh_rows: Tensor
+    shared_gate_rows: Tensor | None
+    shared_up_rows: Tensor | None
+    shared_wh_rows: Tensor | None
+    dscale_T: Tensor | None
 
 
 class Tables(NamedTuple):
-    """What the planner left on the device, the router weights, the shared experts' rows, and this launch's counters, status
-    word and trace."""
+    """What the planner left on the device, the router weights, the shared experts' rows and scales, and this launch's counters,
+    status word and trace."""
 
     tasks: Tensor
     sizes: Tensor
@@ -63,6 +84,7 @@ class Tables(NamedTuple):
     shared: Tensor
     shared_scale: Tensor
     trace: Tensor
+    expert_start: Tensor
     expert_of_block: Tensor
     combine_token: Tensor
     combine_group: Tensor
@@ -112,57 +134,41 @@ def forward(
     *,
     clamp: float,
     keep: bool,
-    shared_TH: Tensor | None = None,
-    shared_scale_T: Tensor | None = None,
+    shared: Shared | None = None,
     trace: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """y_TH, and if `keep` the pre-activations gate_rows, up_rows [P, I] for `backward`.
+) -> tuple[Tensor, Kept | None]:
+    """y_TH, and if `keep` what `backward` needs.
 
-    x_TH bf16 contiguous, T >= 1; weights_TK fp32 contiguous. shared_TH bf16, times shared_scale_T fp32 if there is one: added
-    last in each token's sum. trace: int64 [forward tasks, 4], see `mok.kernels.ring`; a traced launch is another binary.
+    x_TH bf16 contiguous, T >= 1; weights_TK fp32 contiguous. shared: experts whose rows are added last in each token's sum; the
+    plan was made for their width. trace: int64 [forward tasks, 4], see `mok.kernels.ring`; a traced launch is another binary.
     """
-    y_TH = torch.empty_like(x_TH)
-    moved = int(x_TH.shape[0] * config.mover_share)
-    kept = _launch_forward(
-        x_TH, weights_TK, experts, plan, config, clamp, keep, tasks.DOWN.value, y_TH, moved, shared_TH, shared_scale_T, trace
-    )
-    return y_TH, *kept
-
-
-def recompute(
-    x_TH: Tensor, weights_TK: Tensor, experts: Weights, plan: DevicePlan, config: KernelConfig, *, clamp: float
-) -> tuple[Tensor, Tensor]:
-    """gate_rows, up_rows as `forward` would have kept them: its launch without the down product and the combine."""
-    nothing = x_TH[:0]
-    gate_rows, up_rows = _launch_forward(x_TH, weights_TK, experts, plan, config, clamp, True, tasks.GATE_UP.value, nothing, 0)
-    assert gate_rows is not None and up_rows is not None
-    return gate_rows, up_rows
-
-
-def _launch_forward(
-    x_TH: Tensor,
-    weights_TK: Tensor,
-    experts: Weights,
-    plan: DevicePlan,
-    config: KernelConfig,
-    clamp: float,
-    keep: bool,
-    last_kind: int,
-    y_TH: Tensor,
-    moved: int,
-    shared_TH: Tensor | None = None,
-    shared_scale_T: Tensor | None = None,
-    trace: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
     hidden_size, width = x_TH.shape[1], experts.gate.shape[1]
     rows, blocks, top_k = plan.max_rows, plan.max_blocks, plan.top_k
     box = row_box(hidden_size)
+    y_TH = torch.empty_like(x_TH)
     x_rows = x_TH.new_empty(rows, hidden_size)
     y_rows = x_rows  # a DOWN tile waits for the tiles that read its rows of x
     h_rows = x_TH.new_empty(rows, width)
-    gate_rows = x_TH.new_empty(rows, width) if keep else None
-    up_rows = x_TH.new_empty(rows, width) if keep else None
-    tables = _tables(plan, plan.forward_tasks, 1 + 3 * blocks, weights_TK, shared_TH, shared_scale_T, trace)
+    gate_rows, up_rows = (x_TH.new_empty(rows, width) if keep else None for _ in range(2))
+    shared_arguments: list[TensorDescriptor | None] = [None] * 9
+    shared_rows = shared_gate_rows = shared_up_rows = None
+    if shared is not None:
+        token_rows, shared_width = plan.token_blocks * tasks.ROW_BLOCK.value, shared.weights.gate.shape[1]
+        shared_rows = x_TH.new_empty(token_rows, hidden_size)
+        shared_h_rows = x_TH.new_empty(token_rows, shared_width)
+        shared_gate_rows, shared_up_rows = (x_TH.new_empty(token_rows, shared_width) if keep else None for _ in range(2))
+        shared_arguments = [
+            _tile(x_TH, 128, 64),
+            _expert_tile(shared.weights.gate, 128, 64),
+            _expert_tile(shared.weights.up, 128, 64),
+            _tile(shared_h_rows, 128, 64),
+            _expert_tile(shared.weights.down, 256, 64),
+            _tile(shared_h_rows, 64, 64),
+            _tile(shared_h_rows if shared_gate_rows is None else shared_gate_rows, 64, 64),
+            _tile(shared_h_rows if shared_up_rows is None else shared_up_rows, 64, 64),
+            _tile(shared_rows, 64, 64),
+        ]
+    scale_T = None if shared is None else shared.scale_T
     _run(
         mega.mega_forward,
         config,
@@ -178,27 +184,29 @@ def _launch_forward(
         _tile(h_rows if gate_rows is None else gate_rows, 64, 64),
         _tile(h_rows if up_rows is None else up_rows, 64, 64),
         _tile(y_rows, 64, 64),
-        tables,
+        *shared_arguments,
+        _tables(plan, plan.forward_tasks, plan.counters[0], weights_TK, shared_rows, scale_T, trace),
         y_rows,
         y_TH,
         y_TH.shape[0],
-        moved,
-        1 + 2 * blocks,
+        int(x_TH.shape[0] * config.mover_share),
+        blocks,
         top_k,
         box.parts,
         box.part,
         box.box_parts,
         keep,
-        shared_TH is not None,
-        shared_scale_T is not None,
+        shared is not None,
+        scale_T is not None,
         clamp,
-        last_kind,
         trace is not None,
         config.stages,
         config.pieces,
         config.tensor_memory,
     )
-    return gate_rows, up_rows
+    if gate_rows is None or up_rows is None:
+        return y_TH, None
+    return y_TH, Kept(gate_rows, up_rows, shared_gate_rows, shared_up_rows)
 
 
 def backward(
@@ -206,28 +214,28 @@ def backward(
     x_TH: Tensor,
     weights_TK: Tensor,
     experts: Weights,
-    gate_rows: Tensor,
-    up_rows: Tensor,
+    kept: Kept | None,
     plan: DevicePlan,
     gradients: Gradients | None,
     config: KernelConfig,
     *,
     clamp: float,
-    shared_TH: Tensor | None = None,
+    shared: Shared | None = None,
     trace: Tensor | None = None,
 ) -> Backward:
     """Gradients of the inputs; the expert gradients are continued or begun in `gradients` (None: frozen experts).
 
-    gate_rows, up_rows: as `forward` kept them; they are overwritten by their gradients, router weight included. shared_TH:
-    bf16, added last in each token's dx. trace: as for `forward`, over backward tasks.
+    kept: as from `forward`; its rows are overwritten by their gradients, router weight included. None for a plan that computes
+    them again. shared, trace: as for `forward`, over backward tasks.
     """
+    assert plan.backward_tasks is not None and plan.again == (kept is None)
     hidden_size, width = x_TH.shape[1], experts.gate.shape[1]
     rows, blocks, top_k = plan.max_rows, plan.max_blocks, plan.top_k
-    num_experts = experts.gate.shape[0]
     box = row_box(hidden_size)
-    # First dy, then x, then dx: the tasks that read the one before are waited for, see `mok.kernels.tasks`.
+    # Perhaps x, then dy, then x, then dx: the tasks that read the one before are waited for, see `mok.kernels.tasks`.
     dy_rows = x_rows = dx_rows = x_TH.new_empty(rows, hidden_size)
     wh_rows = x_TH.new_empty(rows, width)
+    gate_rows, up_rows = (x_TH.new_empty(rows, width) for _ in range(2)) if kept is None else kept[:2]
     num_partials = -(-width // PARTIAL_COLUMNS)
     partial = weights_TK.new_empty(rows, num_partials)
     dx_TH = torch.empty_like(x_TH)
@@ -236,8 +244,33 @@ def backward(
         gradients, last_kind = Gradients(nowhere, nowhere, nowhere, False), tasks.DX.value
     else:
         last_kind = tasks.DW_DOWN.value
-    assert plan.backward_tasks is not None
-    tables = _tables(plan, plan.backward_tasks, 1 + 3 * blocks + 4 * num_experts, weights_TK, shared_TH, None, trace)
+    shared_rows = shared_gate_rows = shared_up_rows = shared_wh_rows = scale_T = None
+    shared_arguments: list[TensorDescriptor | None] = [None] * 13
+    shared_partial, num_shared_partials = partial, 1
+    if shared is not None:
+        token_rows, shared_width = plan.token_blocks * tasks.ROW_BLOCK.value, shared.weights.gate.shape[1]
+        shared_rows, scale_T = x_TH.new_empty(token_rows, hidden_size), shared.scale_T
+        shared_wh_rows = x_TH.new_empty(token_rows, shared_width)
+        if kept is None:
+            shared_gate_rows, shared_up_rows = (x_TH.new_empty(token_rows, shared_width) for _ in range(2))
+        else:
+            assert kept.shared_gate_rows is not None and kept.shared_up_rows is not None
+            shared_gate_rows, shared_up_rows = kept.shared_gate_rows, kept.shared_up_rows
+        num_shared_partials = -(-shared_width // PARTIAL_COLUMNS)
+        shared_partial = weights_TK.new_empty(token_rows, num_shared_partials)
+        shared_arguments = [
+            _tile(dy_TH, 128, 64),
+            _expert_tile(shared.weights.down, 64, 256),
+            _tile(shared_gate_rows, 128, 64),
+            _tile(shared_up_rows, 128, 64),
+            _expert_tile(shared.weights.gate, 64, 256),
+            _expert_tile(shared.weights.up, 64, 256),
+            _tile(shared_wh_rows, 64, 64),
+            _tile(shared_gate_rows, 64, 64),
+            _tile(shared_up_rows, 64, 64),
+            _tile(shared_rows, 64, 64),
+            *_gate_up_operands(x_TH, shared.weights, plan.again),
+        ]
     _run(
         mega.mega_backward,
         config,
@@ -261,26 +294,32 @@ def backward(
         _tile(gate_rows, 64, 64),
         _tile(up_rows, 64, 64),
         _tile(dx_rows, 64, 64),
+        *_gate_up_operands(x_rows, experts, plan.again),
         _gradient_tile(gradients.gate),
         _gradient_tile(gradients.up),
         _gradient_tile(gradients.down),
-        tables,
+        *shared_arguments,
+        _tables(plan, plan.backward_tasks, plan.counters[1], weights_TK, shared_rows, scale_T, trace),
         partial,
+        shared_partial,
         dx_rows,
         dx_TH,
         x_TH.shape[0],
         int(x_TH.shape[0] * config.mover_share),
-        1 + 2 * blocks,
-        1 + 3 * blocks + num_experts,
-        1 + 3 * blocks + 2 * num_experts,
+        blocks,
+        plan.num_experts,
         2 * ceil_div(hidden_size, tasks.TILE_M.value) * ceil_div(width, tasks.TILE_N.value),
+        ceil_div(width, tasks.TILE_M.value),
         int(gradients.started),
         top_k,
         num_partials,
+        num_shared_partials,
         box.parts,
         box.part,
         box.box_parts,
-        shared_TH is not None,
+        shared is not None,
+        scale_T is not None,
+        plan.again,
         clamp,
         last_kind,
         trace is not None,
@@ -289,9 +328,23 @@ def backward(
         config.tensor_memory,
     )
     dweights_TK = torch.empty_like(weights_TK)
-    routes = weights_TK.numel()
-    sum_partials[(-(-routes // 128),)](partial, plan.row_of_route_N, dweights_TK, routes, num_partials, WIDTH=128)
-    return Backward(dx_TH, dweights_TK, wh_rows)
+    _sum_partials(partial, plan.row_of_route_N, dweights_TK)
+    dscale_T = None
+    if scale_T is not None:
+        dscale_T = torch.empty_like(scale_T)
+        _sum_partials(shared_partial, torch.arange(scale_T.numel(), dtype=torch.int32, device=scale_T.device), dscale_T)
+    return Backward(dx_TH, dweights_TK, shared_gate_rows, shared_up_rows, shared_wh_rows, dscale_T)
+
+
+def _gate_up_operands(rows: Tensor, weights: Weights, again: bool) -> list[TensorDescriptor | None]:
+    """What GATE_UP tiles of a backward read."""
+    if not again:
+        return [None] * 3
+    return [_tile(rows, 128, 64), _expert_tile(weights.gate, 128, 64), _expert_tile(weights.up, 128, 64)]
+
+
+def _sum_partials(partial: Tensor, row_of_result: Tensor, out: Tensor) -> None:
+    sum_partials[(ceil_div(out.numel(), 128),)](partial, row_of_result, out, out.numel(), partial.shape[1], WIDTH=128)
 
 
 def _run(kernel: Any, config: KernelConfig, *arguments: Any) -> None:
@@ -315,7 +368,7 @@ def _tables(
     records: Tensor,
     num_counters: int,
     weights_TK: Tensor,
-    shared_TH: Tensor | None,
+    shared_rows: Tensor | None,
     shared_scale_T: Tensor | None,
     trace: Tensor | None,
 ) -> Tables:
@@ -329,9 +382,10 @@ def _tables(
         row_of_route=plan.row_of_route_N,
         weights=weights_TK,
         # A launch without them does not read what stands in their place.
-        shared=weights_TK if shared_TH is None else shared_TH,
+        shared=weights_TK if shared_rows is None else shared_rows,
         shared_scale=weights_TK if shared_scale_T is None else shared_scale_T,
         trace=plan.sizes if trace is None else trace,
+        expert_start=plan.expert_start,
         expert_of_block=plan.expert_of_block_B,
         combine_token=plan.combine_token_T,
         combine_group=plan.combine_group_T,

@@ -16,6 +16,7 @@ from mok.errors import UsageError
 from mok.grid import CallGrid
 from mok.kernels import plan as kernels
 from mok.kernels import tasks
+from mok.kernels.plan_shared import write_shared_tasks
 from mok.launch.status import status_word
 
 __all__ = ["DevicePlan", "TaskOrder", "ceil_div", "max_rows", "plan_on_device", "plan_tables"]
@@ -60,6 +61,8 @@ class DevicePlan:
     expert_of_block_B: 0 beyond the last block.
     sizes: rows, forward tasks, backward tasks, groups, m-tiles, and three zeros.
     forward_tasks, backward_tasks: records [capacity, 16]; backward None where it was not asked for.
+    again: whether the backward computes gate and up again, and its tasks begin with that.
+    shared_size: the width S of the shared experts whose tasks open both lists; 0 for none.
     group_target_G: [B] signals that complete each group of the forward; 0 beyond the last.
     combine_token_T: tokens in the order in which the forward completes them. combine_group_T: the group that each of those
         waits for, never falling.
@@ -78,6 +81,8 @@ class DevicePlan:
     sizes: Tensor
     forward_tasks: Tensor
     backward_tasks: Tensor | None
+    again: bool
+    shared_size: int
     group_target_G: Tensor
     combine_token_T: Tensor
     combine_group_T: Tensor
@@ -86,6 +91,22 @@ class DevicePlan:
     @property
     def max_blocks(self) -> int:
         return self.max_rows // ROW_BLOCK
+
+    @property
+    def token_blocks(self) -> int:
+        """64-row blocks that hold every token: the rows of shared experts."""
+        return ceil_div(self.num_tokens, ROW_BLOCK)
+
+    @property
+    def counters(self) -> tuple[int, int]:
+        """Counters of a forward and of a backward launch, those of shared experts included."""
+        forward, backward = shared_counters(self.max_blocks, self.num_experts)
+        return forward + 1 + self.token_blocks, backward + 1 + 2 * self.token_blocks
+
+
+def shared_counters(blocks: int, num_experts: int) -> tuple[int, int]:
+    """Where the counters of shared experts begin, forward and backward; see `mok.kernels.tasks`."""
+    return 1 + 3 * blocks, 1 + 4 * blocks + 5 * num_experts
 
 
 def max_rows(num_routes: int, num_experts: int, num_segments: int = 1) -> int:
@@ -109,13 +130,15 @@ def plan_on_device(
     *,
     grid: CallGrid | None = None,
     units: int = 1,
+    again: bool = False,
+    shared_size: int = 0,
     layer: int = 0,
 ) -> DevicePlan:
     """The plan of the routes `expert_ids_TK` (int32 or int64 [T, K]; -1 masks a route, and so does an id out of range, which
     is an error in the status word of `layer`).
 
     backward_order: None leaves the backward's table out. grid: the call, one rank; None is one slice.
-    units: signals that the mover will give for each 64-row block of rows.
+    units: signals that the mover will give for each 64-row block of rows. again, shared_size: see `DevicePlan`.
     Raises UsageError for tokens that do not fill whole slices, or more than one rank.
     """
     grid = grid or CallGrid()
@@ -162,6 +185,8 @@ def plan_on_device(
         forward_order,
         backward_order,
         units=units,
+        again=again,
+        shared_size=shared_size,
         layer=layer,
     )
 
@@ -177,6 +202,8 @@ def plan_tables(
     backward_order: TaskOrder | None,
     *,
     units: int = 1,
+    again: bool = False,
+    shared_size: int = 0,
     layer: int = 0,
 ) -> DevicePlan:
     """The rest of a plan, for rows that are already placed: `plan_on_device`'s own, or those of a schedule over several ranks.
@@ -192,30 +219,43 @@ def plan_tables(
     bins = bin_count(num_experts)
     rows_h, rows_i = ceil_div(hidden_size, TILE_M), ceil_div(intermediate_size, TILE_M)
     columns_h, columns_i = ceil_div(hidden_size, TILE_N), ceil_div(intermediate_size, TILE_N)
-    forward_tiles, backward_tiles, weight_tasks = rows_i + columns_h, 0, 0
+    forward_tiles, backward_tiles, again_tiles, weight_tasks = rows_i + columns_h, 0, 0, 0
     if backward_order is not None:
-        backward_tiles = columns_i + columns_h
+        backward_tiles, again_tiles = columns_i + columns_h, rows_i if again else 0
         weight_tasks = num_experts * (rows_h * columns_i + 2 * rows_i * columns_h)
     backward = backward_order or forward_order
+    orders = (forward_order,) if backward_order is None else (forward_order, backward_order)
+    shared_tasks = [shared_task_count(tokens, hidden_size, shared_size, forward=not i, again=again) for i in range(2)]
     sizes, mtile_start = empty(device, 8), empty(device, num_experts + 1)
     forward_group_start, backward_group_start = empty(device, num_experts + 1), empty(device, num_experts + 1)
     kernels.count_groups[(1,)](
         expert_start, mtile_start, forward_group_start, backward_group_start, sizes, num_experts, forward_order.group_size,
-        backward.group_size, forward_tiles, backward_tiles, weight_tasks, BINS=bins,
+        backward.group_size, forward_tiles, backward_tiles + again_tiles, shared_tasks[0], shared_tasks[1] + weight_tasks,
+        BINS=bins,
     )  # fmt: skip
     expert_of_block_B, group_of_block_B, group_target_G = empty(device, 3, blocks)
     kernels.describe_blocks[(ceil_div(blocks, WIDTH),)](
         expert_start, forward_group_start, expert_of_block_B, group_of_block_B, group_target_G, num_experts,
         forward_order.group_size, columns_h, blocks, WIDTH=WIDTH, BINS=bins,
     )  # fmt: skip
-    forward_tasks = empty(device, mtiles * forward_tiles, FIELDS)
-    backward_tasks = None if backward_order is None else empty(device, mtiles * backward_tiles + weight_tasks, FIELDS)
-    programs = [ceil_div(count, WIDTH) for count in (mtiles * forward_tiles, mtiles * backward_tiles, weight_tasks)]
+    tile_tasks = [mtiles * tiles for tiles in (forward_tiles, backward_tiles, again_tiles)]
+    forward_tasks = empty(device, shared_tasks[0] + tile_tasks[0], FIELDS)
+    backward_tasks = None
+    if backward_order is not None:
+        backward_tasks = empty(device, shared_tasks[1] + sum(tile_tasks[1:]) + weight_tasks, FIELDS)
+    lists = [forward_tasks, forward_tasks if backward_tasks is None else backward_tasks]
+    for i, order in enumerate(orders):
+        if shared_tasks[i]:
+            write_shared_tasks[(ceil_div(shared_tasks[i], WIDTH),)](
+                lists[i], tokens, order.group_size, hidden_size, shared_size, shared_counters(blocks, num_experts)[i],
+                FORWARD=not i, AGAIN=again, WIDTH=WIDTH,
+            )  # fmt: skip
+    programs = [ceil_div(count, WIDTH) for count in (*tile_tasks, weight_tasks)]
     kernels.write_tasks[(sum(programs),)](
-        forward_tasks, forward_tasks if backward_tasks is None else backward_tasks, expert_start, mtile_start,
+        *(listed[count:] for listed, count in zip(lists, shared_tasks, strict=True)), expert_start, mtile_start,
         forward_group_start, backward_group_start, num_experts, forward_order.group_size, backward.group_size,
         forward_order.groups_per_phase or mtiles, mtiles, weight_tasks, hidden_size, intermediate_size, units, blocks,
-        programs[0], programs[1], WIDTH=WIDTH, BINS=bins,
+        *programs[:3], WIDTH=WIDTH, BINS=bins,
     )  # fmt: skip
     combine_token_T, combine_group_T = order_tokens(row_of_route_TK, group_of_block_B, forward_group_start, mtiles)
     return DevicePlan(
@@ -231,11 +271,22 @@ def plan_tables(
         sizes=sizes,
         forward_tasks=forward_tasks,
         backward_tasks=backward_tasks,
+        again=again,
+        shared_size=shared_size,
         group_target_G=group_target_G,
         combine_token_T=combine_token_T,
         combine_group_T=combine_group_T,
         status=status_word(device, layer),
     )
+
+
+def shared_task_count(tokens: int, hidden_size: int, shared_size: int, *, forward: bool, again: bool) -> int:
+    """Tasks of shared experts of a forward, or of a backward that computes gate and up `again`."""
+    if not shared_size:
+        return 0
+    gate_up = ceil_div(shared_size, TILE_M) if forward or again else 0
+    dh = 0 if forward else ceil_div(shared_size, TILE_N)
+    return ceil_div(tokens, TILE_M) * (gate_up + dh + ceil_div(hidden_size, TILE_N))
 
 
 def order_tokens(

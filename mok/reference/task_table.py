@@ -14,7 +14,7 @@ import numpy as np
 
 from mok.kernels import tasks
 
-__all__ = ["Task", "backward_tasks", "combine_order", "forward_tasks", "group_targets", "mtiles", "table"]
+__all__ = ["Task", "backward_tasks", "combine_order", "forward_tasks", "group_targets", "mtiles", "shared_tasks", "table"]
 
 GATE_UP, DOWN, DH, DX = tasks.GATE_UP.value, tasks.DOWN.value, tasks.DH.value, tasks.DX.value
 DW_GATE_UP, DW_DOWN = tasks.DW_GATE_UP.value, tasks.DW_DOWN.value
@@ -124,15 +124,28 @@ def backward_tasks(
     combine_group_size: int,
     units: int,
     num_blocks_max: int,
+    again: bool = False,
 ) -> list[Task]:
     """DH of every m-tile, the gradients of down, then of gate and up, of every expert (also of those without rows), DX of
-    every m-tile. combine_group_size: m-tiles of a group of the forward, for which a DX tile signals."""
+    every m-tile; before them GATE_UP of every m-tile, if it is computed again. combine_group_size: m-tiles of a group of the
+    forward, for which a DX tile signals."""
     num_experts = len(expert_start) - 1
     dh_columns, dx_columns = ceil_div(intermediate_size, TILE_N), ceil_div(hidden_size, TILE_N)
     rows_h, rows_i = ceil_div(hidden_size, TILE_M), ceil_div(intermediate_size, TILE_M)
     dhidden_of_expert = 1 + 3 * num_blocks_max
     x_in_of_expert, down_done_of_expert, x_done_of_expert = (dhidden_of_expert + i * num_experts for i in (1, 2, 3))
     combine_group = {tile.row: tile.group for tile in mtiles(expert_start, combine_group_size)}
+
+    gate_up_of_expert = x_done_of_expert + num_experts
+    gate_up_in = gate_up_of_expert + num_experts
+
+    def gate_up(tile: MTile, column: int) -> Task:
+        block = gate_up_in + tile.row // ROW_BLOCK
+        return Task(
+            GATE_UP, tile.expert, tile.row, 0, column * TILE_N // 2, ceil_div(hidden_size, TILE_C), tile.half,
+            wait0=block, wait0_target=units, wait1=block + 1 - tile.half, wait1_target=units,
+            signal0=gate_up_of_expert + tile.expert,
+        )  # fmt: skip
 
     def dh(tile: MTile, column: int) -> Task:
         block = tile.row // ROW_BLOCK
@@ -167,7 +180,8 @@ def backward_tasks(
         )  # fmt: skip
 
     tiles = mtiles(expert_start, group_size)
-    found = list(stretch(tiles, dh, dh_columns))
+    found = list(stretch(tiles, gate_up, rows_i)) if again else []
+    found += stretch(tiles, dh, dh_columns)
     for expert in range(num_experts):
         for row, column in in_runs(rows_h, dh_columns):
             found.append(replace(weight(expert), m=row * TILE_M, n=column * TILE_N))
@@ -176,6 +190,43 @@ def backward_tasks(
             part, row_of_part = divmod(row, rows_i)
             found.append(replace(weight_gate_up(expert), m=row_of_part * TILE_M, n=column * TILE_N, part=part))
     return found + list(stretch(tiles, dx, dx_columns))
+
+
+def shared_tasks(
+    num_tokens: int, hidden_size: int, width: int, *, forward: bool, again: bool, group_size: int, counter: int
+) -> list[Task]:
+    """What opens the list where there are shared experts of `width` in all: GATE_UP and DOWN, or, after GATE_UP if it is
+    computed again, DH and DX; their rows are the tokens. counter: where SHARED is."""
+    blocks = ceil_div(num_tokens, ROW_BLOCK)
+    tiles = mtiles([0, blocks * ROW_BLOCK], group_size)
+    gate_up_tiles, dh_tiles, columns = ceil_div(width, TILE_M), ceil_div(width, TILE_N), ceil_div(hidden_size, TILE_N)
+    steps_h, steps_i = ceil_div(hidden_size, TILE_C), ceil_div(width, TILE_C)
+
+    def hidden(tile: MTile) -> int:
+        return counter + 1 + tile.row // ROW_BLOCK
+
+    def gate_up(tile: MTile, column: int) -> Task:
+        signal = hidden(tile) + (0 if forward else blocks)
+        return Task(GATE_UP, 0, tile.row, 0, column * TILE_N // 2, steps_h, tile.half, signal0=signal, part=1)
+
+    def dh(tile: MTile, column: int) -> Task:
+        target = (2 - tile.half) * gate_up_tiles if again else 0
+        return Task(
+            DH, 0, tile.row, 0, column * TILE_N, steps_h, tile.half,
+            wait0=hidden(tile) + blocks, wait0_target=target, signal0=hidden(tile), part=1,
+        )  # fmt: skip
+
+    def last(tile: MTile, column: int) -> Task:
+        kind, steps, ready = (DOWN, steps_i, gate_up_tiles) if forward else (DX, 2 * steps_i, dh_tiles)
+        return Task(
+            kind, 0, tile.row, 0, column * TILE_N, steps, tile.half,
+            wait0=hidden(tile), wait0_target=(2 - tile.half) * ready, signal0=counter, part=1,
+        )  # fmt: skip
+
+    found = list(stretch(tiles, gate_up, gate_up_tiles)) if forward or again else []
+    if not forward:
+        found += stretch(tiles, dh, dh_tiles)
+    return found + list(stretch(tiles, last, columns))
 
 
 def stretch(tiles: list[MTile], make: Callable[[MTile, int], Task], columns: int) -> Iterator[Task]:

@@ -34,6 +34,7 @@ LARGE = (
     Case("masked-clamped", tokens=300, hidden=4096, width=384, experts=6, top_k=3, routing="masked", clamp=1.5),
     Case("ten-of-many", tokens=64, hidden=1024, width=512, experts=64, top_k=10, weights="tiny"),
     Case("shared-too", tokens=333, hidden=512, width=256, experts=8, top_k=2, shared=384),
+    Case("wide-shared", tokens=1030, hidden=7168, width=256, experts=6, top_k=3, shared=2064, clamp=2.0),
     Case("one-hot", tokens=900, hidden=2048, width=768, experts=16, top_k=8, routing="one-expert"),
 )
 """Sizes at which errors average out: the bar is 1.1 times plain torch's error."""
@@ -242,10 +243,25 @@ def test_repeats_and_settings_change_no_bit(hopper: torch.device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["none", "all"])
 @pytest.mark.parametrize("case", LARGE, ids=lambda case: case.name)
-def test_same_bits_as_staged(case: Case, hopper: torch.device) -> None:
+def test_same_bits_as_staged(case: Case, recompute: str, hopper: torch.device) -> None:
     inputs = on(make_inputs(case, torch.bfloat16), hopper)
-    assert_all_same_bits(run(inputs, case.clamp), run(inputs, case.clamp, backend="staged"))
+    staged = run(inputs, case.clamp, recompute, backend="staged")
+    poison(hopper)
+    assert_all_same_bits(run(inputs, case.clamp, recompute), staged)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", ["none", "activations"])
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 129, 700])
+def test_shared_experts_without_a_scale_have_the_bits_of_staged(tokens: int, recompute: str, hopper: torch.device) -> None:
+    inputs = on(make_inputs(Case("unscaled", tokens=tokens, hidden=2048, width=64, shared=400), torch.bfloat16), hopper)
+    inputs = replace(inputs, shared_scale_T=None)
+    staged = run(inputs, backend="staged")
+    for config in (None, KernelConfig(TaskOrder(1, 1), TaskOrder(1), mover_share=1.0, programs=9)):
+        poison(hopper)
+        assert_all_same_bits(run(inputs, recompute=recompute, config=config), staged)
 
 
 @pytest.mark.gpu
@@ -284,11 +300,12 @@ def test_experts_without_rows_keep_what_they_had(hopper: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_frozen_experts_get_no_gradient(hopper: torch.device) -> None:
+@pytest.mark.parametrize("recompute", ["none", "all"])
+def test_frozen_experts_get_no_gradient(recompute: str, hopper: torch.device) -> None:
     inputs = on(make_inputs(Case("frozen", tokens=64, hidden=64, width=64), torch.bfloat16), hopper)
     wanted = run(inputs)
     weights = [getattr(inputs, name).detach() for name in ("gate_EIH", "up_EIH", "down_EHI")]
-    y = mok.moe(inputs.x_TH, inputs.ids_TK, inputs.weights_TK, *weights, backend="mega")
+    y = mok.moe(inputs.x_TH, inputs.ids_TK, inputs.weights_TK, *weights, backend="mega", recompute=recompute)
     dx, dweights = torch.autograd.grad(y, [inputs.x_TH, inputs.weights_TK], inputs.dy_TH)
     assert_all_same_bits({"x_TH": dx, "weights_TK": dweights}, wanted)
 

@@ -7,7 +7,7 @@ import torch
 
 from mok.errors import RunError, UsageError
 from mok.grid import CallGrid
-from mok.launch.plan import DevicePlan, TaskOrder, max_rows, plan_on_device
+from mok.launch.plan import DevicePlan, TaskOrder, max_rows, plan_on_device, shared_counters
 from mok.launch.status import check_status
 from mok.reference import task_table
 from mok.schedule import build_schedule
@@ -102,6 +102,35 @@ def test_equals_the_schedule_and_the_task_table(case: str, order: TaskOrder, dev
     assert plan.combine_group_T.tolist() == groups
     experts = [tile.expert for tile in task_table.mtiles(starts, 1) for _ in range(2 - tile.half)]
     assert plan.expert_of_block_B.tolist() == experts + [0] * (plan.max_blocks - len(experts))
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize("case", ["even", "one token", "all masked", "more routes than a run", "no tokens"])
+@pytest.mark.parametrize("shared", [0, 144, 400])
+def test_shared_experts_and_what_is_computed_again_open_the_lists(
+    shared: int, case: str, again: bool, device: torch.device
+) -> None:
+    ids_TK, num_experts, grid = ids_of(case)
+    orders = TaskOrder(2, 1), TaskOrder(3)
+    plan = plan_on_device(
+        ids_TK.to(device), num_experts, HIDDEN, INNER, *orders, grid=grid, units=3, again=again, shared_size=shared
+    )
+    starts, sizes = plan.expert_start.tolist(), {"units": 3, "num_blocks_max": plan.max_blocks}
+    routed = (
+        task_table.forward_tasks(starts, HIDDEN, INNER, group_size=2, groups_per_phase=1, **sizes),
+        task_table.backward_tasks(starts, HIDDEN, INNER, group_size=3, combine_group_size=2, again=again, **sizes),
+    )
+    counters = shared_counters(plan.max_blocks, num_experts)
+    assert plan.backward_tasks is not None
+    for i, listed in enumerate((plan.forward_tasks, plan.backward_tasks)):
+        opening = task_table.shared_tasks(
+            len(ids_TK), HIDDEN, shared, forward=not i, again=again, group_size=orders[i].group_size, counter=counters[i]
+        )
+        expected = task_table.table((opening if shared else []) + routed[i])
+        assert plan.sizes[1 + i] == len(expected)
+        assert listed[: len(expected)].tolist() == expected.tolist()
+        largest = expected[:, [7, 9, 11, 12]].max(initial=0)
+        assert largest < plan.counters[i], "a counter lies outside of its array"
 
 
 def test_64_bit_ids_are_taken(device: torch.device) -> None:
