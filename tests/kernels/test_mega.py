@@ -165,6 +165,8 @@ def plain(inputs: Inputs, clamp: float, wide: torch.dtype) -> dict[str, Tensor]:
         y = y.index_add(0, token, rows.to(wide) * leaves["weights_TK"][token, slot].unsqueeze(1))
     if inputs.shared_gate_up_JH is not None:
         gate, up = (x @ leaves["shared_gate_up_JH"].t()).chunk(2, dim=1)
+        if clamp:
+            gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
         rows = (torch.nn.functional.silu(gate) * up) @ leaves["shared_down_HS"].t()
         y = y + rows.to(wide) * leaves["shared_scale_T"].unsqueeze(1)
     y = y.to(x.dtype)
