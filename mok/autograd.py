@@ -111,7 +111,8 @@ class _Experts(torch.autograd.Function):
 
 
 class _RoutedSink:
-    """Where the backward of one call puts expert gradients: lanes of the trainer, `main_grad`, or new memory for `.grad`."""
+    """Where the backward of one call puts expert gradients: lanes of the trainer, `main_grad`, or new memory, whose sum over
+    the lanes goes to the trainer's `lane_sum` or to `.grad`."""
 
     def __init__(self, weights: tuple[Tensor, ...], needs: tuple[bool, ...], schedule: Schedule) -> None:
         self._weights, self._needs = weights, needs
@@ -119,13 +120,16 @@ class _RoutedSink:
         self._used = set(schedule.grid.lane_of_segment)
         self._started = getattr(weights[0], "lanes_started", None)
         self._in_place = [self._target(weight) for weight in weights]
-        self._stores = [self._fresh(w) if target is None else target for w, target in zip(weights, self._in_place, strict=True)]
-        if self._started is not None:
+        stores = [self._fresh(w) if target is None else target for w, target in zip(weights, self._in_place, strict=True)]
+        fresh = all(target is None for target in self._in_place)
+        if fresh:
+            started = (False,) * self._lanes
+        elif self._started is not None:
             started = tuple(self._started)
         else:
-            started = (self._in_place[0] is not None,) * self._lanes
-        gate, up = self._stores[0].unbind(2) if len(weights) == 2 else self._stores[:2]
-        self.buffers = GradBuffers(gate, up, self._stores[-1], started)
+            started = (True,) * self._lanes
+        gate, up = stores[0].unbind(2) if len(weights) == 2 else stores[:2]
+        self.buffers = GradBuffers(gate, up, stores[-1], started, fresh)
         if len({target is None for target in self._in_place}) > 1:
             raise UsageError("expert weights: some have a main_grad and some have none; give all of them one, or none")
 
@@ -133,6 +137,8 @@ class _RoutedSink:
         lanes = getattr(weight, "lane_grads", None)
         if lanes is not None:
             return lanes
+        if hasattr(weight, "lane_sum"):
+            return None
         main = getattr(weight, "main_grad", None)
         if main is None:
             return None
@@ -147,15 +153,24 @@ class _RoutedSink:
         return torch.empty((self._lanes, *weight.shape), dtype=dtype, device=weight.device)
 
     def finish(self) -> tuple[Tensor | None, ...]:
-        """What autograd is to put into `.grad`: the tree over the lanes, in the weights' dtype."""
+        """Make the tree over the lanes of new memory. Returns what autograd is to put into `.grad`, in the weights' dtype."""
         if self._started is not None:
             for weight in self._weights:
                 for lane in self._used:
                     weight.lanes_started[lane] = True  # type: ignore[attr-defined]
-        return tuple(
-            halving_tree(store).to(weight.dtype) if target is None and need else None
-            for weight, need, target, store in zip(self._weights, self._needs, self._in_place, self._stores, strict=True)
-        )
+        lanes = iter((self.buffers.gate, self.buffers.up, self.buffers.down))
+        found: list[Tensor | None] = []
+        for weight, need, target in zip(self._weights, self._needs, self._in_place, strict=True):
+            matrices = [next(lanes) for _ in range(weight.dim() - 2)]  # [L, 2, I, H] holds two
+            if target is not None or not need:
+                found.append(None)
+                continue
+            trainer = getattr(weight, "lane_sum", None)
+            total = torch.empty(weight.shape, dtype=matrices[0].dtype, device=weight.device) if trainer is None else trainer
+            for terms, out in zip(matrices, total.unbind(1) if len(matrices) == 2 else (total,), strict=True):
+                halving_tree(terms, out)
+            found.append(total.to(weight.dtype) if trainer is None else None)
+        return tuple(found)
 
 
 def _dense_gradient(weight: Tensor, dy_TN: Tensor, x_TK: Tensor) -> Tensor | None:

@@ -2,8 +2,8 @@
 
 Owns where the parts of a gradient wait and how they are summed: one term per slice for dense weights, one buffer per lane for
 expert weights, halving trees above both. Layers reach it through their parameters: `GradStore` hangs a `grad_sink` on dense
-parameters, `lane_grads` on expert parameters and `main_grad` on both. Knows nothing of models, optimizers or processes.
-Read next: `mok/grid.py` for the words, `mok/model/linear.py` for the main user.
+parameters, `lane_grads` or `lane_sum` on expert parameters and `main_grad` on both. Knows nothing of models, optimizers or
+processes. Read next: `mok/grid.py` for the words, `mok/model/linear.py` for the main user.
 """
 
 from __future__ import annotations
@@ -64,18 +64,20 @@ class Exchange(Protocol):
         each rank keeps of them; what this rank keeps is in place."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class GradBuffers:
     """Where the backward of one MoE layer leaves its expert weight gradients.
 
     gate, up [lanes, E_local, I, H], down [lanes, E_local, H, I]: fp32, any strides. started: for each lane, whether the
-    buffers already hold the chain of earlier calls and must be continued; otherwise every element is written.
+    buffers already hold the chain of earlier calls and must be continued; otherwise every element is written. fresh: nobody
+    else holds the tensors, so a backend may put others in their place.
     """
 
     gate: Tensor
     up: Tensor
     down: Tensor
     started: tuple[bool, ...]
+    fresh: bool = False
 
 
 class Bank:
@@ -216,7 +218,8 @@ class GradStore:
     While a step runs, `begin_call` names the call whose terms arrive. After `finish`, this rank's shard of the flat `grads` of
     each bank holds the step's gradient; `parameter.main_grad` (fp32, the parameter's shape) is a view of `grads`. Where a rank
     owns one lane and one position and a call is one slice, terms are written straight into `main_grad`; where a step is one
-    call, they are summed at once and no parts are kept.
+    call, they are summed at once and no parts are kept: an expert parameter then has `lane_sum`, where the tree over the lanes
+    of the call goes, instead of `lane_grads`.
     """
 
     def __init__(
@@ -236,13 +239,20 @@ class GradStore:
         else:
             rows = 1
         self._banks = list(banks)
-        self._parts = [bank.flat(torch.float32, self.num_lanes if bank.experts else rows) for bank in banks]
+        expert_rows = 1 if self.one_call else self.num_lanes
+        self._parts = [bank.flat(torch.float32, expert_rows if bank.experts else rows) for bank in banks]
         self.grads = [flat[0] for flat in self._parts]
         self._sinks: list[GradSink] = []
         self._expert_parameters = [parameter for bank in banks if bank.experts for parameter in bank.parameters]
         for bank, flat in zip(banks, self._parts, strict=True):
             for parameter, view in zip(bank.parameters, bank.views(flat), strict=True):
-                hung = {"lane_grads": view} if bank.experts else {"grad_sink": self._sink(view)}
+                hung: dict[str, object]
+                if not bank.experts:
+                    hung = {"grad_sink": self._sink(view)}
+                elif expert_rows < self.num_lanes:
+                    hung = {"lane_sum": view[0]}
+                else:
+                    hung = {"lane_grads": view}
                 _hang(parameter, **hung, main_grad=view[0])
         self._apart: dict[int, Tensor] = {}
         if embedding is not None and hasattr(embedding, "grad_sink"):

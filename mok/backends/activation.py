@@ -11,16 +11,15 @@ _GRAIN = 32768
 """Elements up to which ATen's element-wise CPU kernels use one thread (at::internal::GRAIN_SIZE)."""
 
 
-def silu(gate_TI: Tensor, out_TI: Tensor | None = None) -> Tensor:
-    """x / (1 + exp(-x)), as ATen computes it and therefore with the bits of other people's models, in `out` or new memory.
+def silu(gate_TI: Tensor) -> Tensor:
+    """x / (1 + exp(-x)), as ATen computes it and therefore with the bits of other people's models.
 
     gate_TI: rows that are contiguous, or half of the columns of a wider matrix; widths are multiples of 16. What ATen's vectors
     of 32 elements leave over at the end of a row (or of a contiguous tensor) goes through another exponential whose last bit
     may differ. Threads share the elements evenly, which would move that border with their number wherever they cannot share
     pairs of rows; there it is done in pieces that stay on one thread.
     """
-    if out_TI is None:
-        out_TI = torch.empty_like(gate_TI, memory_format=torch.contiguous_format)
+    out_TI = torch.empty_like(gate_TI, memory_format=torch.contiguous_format)
     step = _piece_rows(gate_TI) or max(gate_TI.shape[0], 1)
     for out, gate in zip(out_TI.split(step), gate_TI.split(step), strict=True):
         torch.ops.aten.silu.out(gate, out=out)

@@ -14,7 +14,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import grouped_mm, pad
 
 from mok.backends.activation import silu, silu_backward
 from mok.backends.interface import ExpertWeights, InputGrads, LayerShape, Options, SharedGrads
@@ -38,7 +38,7 @@ class Saved:
 
     J = 2I: gate columns, then up columns. Widths are padded to multiples of 16;
     hidden_size and shared_size are the true H and S. Weights are as products take them: where operands are 8-bit, `_back` are
-    those of products towards the input; else they are the same. hidden_PI is kept in fp32 only.
+    those of products towards the input; else they are the same. silu_PI and hidden_PI are kept in fp32 only.
     """
 
     hidden_size: int
@@ -52,6 +52,7 @@ class Saved:
     x_TH: Tensor | None
     x_PH: Tensor | None = None
     gate_up_PJ: Tensor | None = None
+    silu_PI: Tensor | None = None
     hidden_PI: Tensor | None = None
     shared_gate_up_JH: Tensor | None = None
     shared_gate_up_back_JH: Tensor | None = None
@@ -99,7 +100,7 @@ def forward(
 
     x_PH = _dispatched(x_TH, schedule, options)
     gate_up_PJ = _product_by_expert(_rows(x_PH, block), w_gate_up.over_columns.transpose(1, 2), schedule)
-    hidden_PI = _swiglu(gate_up_PJ, options.clamp)
+    silu_PI, hidden_PI = _swiglu(gate_up_PJ, options.clamp)
     y_PH = _product_by_expert(_rows(hidden_PI.to(x_TH.dtype), block), w_down.over_columns.transpose(1, 2), schedule)
     sum_TH = _combine(transport.slots_of_rows(y_PH, schedule), weights_TK)
 
@@ -109,7 +110,7 @@ def forward(
         shared_gate_up = _operand("shared_gate_up", gate_up_1JH, shared_block, options)
         shared_down = _operand("shared_down", _gemm_ready(_pad_matrix(experts.shared.down_HS[None])), shared_block, options)
         shared_gate_up_TJ = torch.mm(_rows(_pad_rows(x_TH), shared_block), shared_gate_up.over_columns[0].t())
-        hidden_TS = _swiglu(shared_gate_up_TJ, options.clamp).to(x_TH.dtype)
+        hidden_TS = _swiglu(shared_gate_up_TJ, options.clamp)[1].to(x_TH.dtype)
         shared_TH = torch.mm(_rows(hidden_TS, shared_block), shared_down.over_columns[0].t())[: x_TH.shape[0]].float()
         sum_TH.add_(shared_TH if shared_scale_T is None else shared_TH * shared_scale_T.unsqueeze(1))
     y_TH = _true_columns(sum_TH.to(x_TH.dtype), hidden_size)
@@ -128,6 +129,7 @@ def forward(
         x_TH=None if keep_all and experts.shared is None else x_TH,
         x_PH=x_PH if keep_all else None,
         gate_up_PJ=gate_up_PJ if keep_gate_up else None,
+        silu_PI=silu_PI if keep_hidden else None,
         hidden_PI=hidden_PI if keep_hidden else None,
         shared_gate_up_JH=shared_gate_up.over_columns[0] if shared_gate_up else None,
         shared_gate_up_back_JH=shared_gate_up.over_rows[0] if shared_gate_up else None,
@@ -155,12 +157,16 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     gate_up_PJ = saved.gate_up_PJ
     if gate_up_PJ is None:
         gate_up_PJ = _product_by_expert(_rows(x_PH, block), saved.w_gate_up_LJH.transpose(1, 2), schedule)
-    hidden_PI = _swiglu(gate_up_PJ, options.clamp) if saved.hidden_PI is None else saved.hidden_PI
+    silu_PI, hidden_PI = saved.silu_PI, saved.hidden_PI
+    if silu_PI is None or hidden_PI is None:
+        silu_PI, hidden_PI = _swiglu(gate_up_PJ, options.clamp)
 
     dy_PH = _dispatched(dy_TH, schedule, options)
     weights_P = transport.rows_of_routes(saved.weights_TK.reshape(-1), schedule)
     dh_PI = _product_by_expert(_rows(dy_PH, block), saved.w_down_back_LHI, schedule, fp32=True)
-    d_gate_up_PJ, scaled_hidden_PI, dweights_P = _swiglu_backward(dh_PI, gate_up_PJ, hidden_PI, weights_P, options.clamp)
+    d_gate_up_PJ, scaled_hidden_PI, dweights_P = _swiglu_backward(
+        dh_PI, gate_up_PJ, silu_PI, hidden_PI, weights_P, options.clamp
+    )
     dx_PH = _product_by_expert(_rows(d_gate_up_PJ, block), saved.w_gate_up_back_LJH, schedule)
     dx_sum_TH = _combine(transport.slots_of_rows(dx_PH, schedule))
     if grads is not None:
@@ -178,8 +184,8 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
             gate_up_TJ = torch.mm(_rows(_pad_rows(saved.x_TH), shared_block), saved.shared_gate_up_JH.t())
         dh_TS = _product_fp32(_rows(_pad_rows(dy_TH), shared_block), saved.shared_down_back_HS)
         scale_T = None if saved.shared_scale_T is None else pad(saved.shared_scale_T, (0, dh_TS.shape[0] - tokens))
-        hidden_TS = _swiglu(gate_up_TJ, options.clamp)
-        d_gate_up_TJ, scaled_hidden_TS, dscale = _swiglu_backward(dh_TS, gate_up_TJ, hidden_TS, scale_T, options.clamp)
+        silu_TS, hidden_TS = _swiglu(gate_up_TJ, options.clamp)
+        d_gate_up_TJ, scaled_hidden_TS, dscale = _swiglu_backward(dh_TS, gate_up_TJ, silu_TS, hidden_TS, scale_T, options.clamp)
         dx_sum_TH.add_(torch.mm(_rows(d_gate_up_TJ, shared_block), saved.shared_gate_up_back_JH)[:tokens])
         size = saved.shared_size
         shared = SharedGrads(_true_halves(d_gate_up_TJ[:tokens], size), scaled_hidden_TS[:tokens, :size])
@@ -261,6 +267,10 @@ def _rows(x_PC: Tensor, block: int) -> Tensor:
 
 def _product_by_expert(rows_PA: Tensor, weights_LAB: Tensor, schedule: Schedule, fp32: bool = False) -> Tensor:
     """out[p] = rows[p] @ weights[expert of row p]; every row of the buffer belongs to an expert, so every row is written."""
+    if rows_PA.is_cpu:
+        if fp32:
+            rows_PA, weights_LAB = rows_PA.float(), weights_LAB.float()
+        return _grouped(rows_PA, weights_LAB, schedule.expert_sizes)
     dtype = torch.float32 if fp32 else rows_PA.dtype
     out_PB = torch.empty(rows_PA.shape[0], weights_LAB.shape[2], dtype=dtype, device=rows_PA.device)
     sizes = schedule.expert_sizes
@@ -274,6 +284,12 @@ def _product_by_expert(rows_PA: Tensor, weights_LAB: Tensor, schedule: Schedule,
     return out_PB
 
 
+def _grouped(a: Tensor, b: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """One product per group, in one call; a CPU makes them one after the other, each as `torch.mm` would. A group is its share
+    of the rows of a and a matrix of b [groups, ...]; or its share of the columns of a and the rows of b: [groups, ...]."""
+    return grouped_mm(a, b, offs=torch.tensor(sizes).cumsum(0).to(torch.int32))
+
+
 def _product_fp32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """a @ b, accumulated and stored in fp32. On a CPU bf16 operands are widened, which changes no product."""
     if a.dtype == torch.float32 or a.device.type == "cpu":
@@ -281,17 +297,18 @@ def _product_fp32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32, out=out)
 
 
-def _swiglu(gate_up_PJ: Tensor, clamp: float) -> Tensor:
-    """Hidden rows silu(gate) * up, fp32."""
+def _swiglu(gate_up_PJ: Tensor, clamp: float) -> tuple[Tensor, Tensor]:
+    """silu(gate), and the hidden rows silu(gate) * up; fp32."""
     gate_PI, up_PI = _clamped(gate_up_PJ, clamp)
-    return silu(gate_PI).mul_(up_PI)
+    silu_PI = silu(gate_PI)
+    return silu_PI, silu_PI * up_PI
 
 
 def _swiglu_backward(
-    dh_PI: Tensor, gate_up_PJ: Tensor, hidden_PI: Tensor, weights_P: Tensor | None, clamp: float
+    dh_PI: Tensor, gate_up_PJ: Tensor, silu_PI: Tensor, hidden_PI: Tensor, weights_P: Tensor | None, clamp: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From dh, fp32 and unweighted (it is overwritten): d(gate) and d(up) [P, J], and the hidden rows, all three times the
-    row's weight, in the dtype of gate_up; and the gradient of that weight [P], fp32. hidden_PI: of `_swiglu`.
+    row's weight, in the dtype of gate_up; and the gradient of that weight [P], fp32. silu_PI, hidden_PI: of `_swiglu`.
 
     d(hidden)/d(gate) = up * sigmoid * (1 + gate * (1 - sigmoid)).
     """
@@ -306,7 +323,7 @@ def _swiglu_backward(
         scaled_hidden_PI = torch.mul(hidden_PI, weights_P1, out=scratch_PI)
     d_gate_up_PJ = torch.empty(gate_up_PJ.shape, dtype=torch.float32, device=gate_up_PJ.device)
     d_gate_PI, d_up_PI = d_gate_up_PJ.chunk(2, dim=1)
-    silu(gate_PI, d_up_PI).mul_(dh_PI)
+    torch.mul(silu_PI, dh_PI, out=d_up_PI)
     silu_backward(dh_PI.mul_(up_PI), gate_PI, d_gate_PI)
     if clamp:
         raw_gate_PI, raw_up_PI = gate_up_PJ.chunk(2, dim=1)
@@ -364,6 +381,9 @@ def _add_weight_grads(
             torch.cat([round_row_groups(rows, rows_block) if len(rows) else rows for rows in whole.split(sizes)])
             for whole in (d_gate_up_PJ, x_PH, dy_PH, hidden_PI)
         )
+    if grads.fresh and d_gate_up_PJ.is_cpu and lanes == tuple(range(len(lanes))):
+        _store_chains_of_one(grads, sizes, d_gate_up_PJ, x_PH, dy_PH, hidden_PI)
+        return
     is_first = [not grads.started[lane] and lane not in lanes[:segment] for segment, lane in enumerate(lanes)]
     joined = None if _missing(grads.gate.shape[-2]) else _joined(grads.gate, grads.up)
     gate_up = (grads.gate, grads.up) if joined is None else (joined,)
@@ -373,6 +393,20 @@ def _add_weight_grads(
             of_lane = tuple(zip(*(target.unbind() for target in of_expert), strict=True))
             for lane, first in zip(lanes, is_first, strict=True):
                 _term(first, of_lane[lane], next(a_parts), next(b_parts))
+
+
+def _store_chains_of_one(
+    grads: GradBuffers, sizes: tuple[int, ...], d_gate_up_PJ: Tensor, x_PH: Tensor, dy_PH: Tensor, hidden_PI: Tensor
+) -> None:
+    """What `_add_weight_grads` does where every lane has one segment, in the order of the lanes: all terms at once, in memory
+    of their own."""
+    lanes = grads.gate.shape[0]
+    width, hidden_size = grads.gate.shape[2:]
+    gate_up = _grouped(d_gate_up_PJ.t().float(), x_PH.float(), sizes)
+    down = _grouped(dy_PH.t().float(), hidden_PI.float(), sizes)
+    gate_up, down = (terms.unflatten(0, (-1, lanes)).transpose(0, 1) for terms in (gate_up, down))
+    grads.gate, grads.up = (half[:, :, :width, :hidden_size] for half in gate_up.chunk(2, dim=2))
+    grads.down = down[:, :, :hidden_size, :width]
 
 
 def _term(first: bool, targets: tuple[Tensor, ...], a_AM: Tensor, b_MB: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import pytest
@@ -108,6 +109,19 @@ def test_a_lane_in_one_call_or_several(dtype: torch.dtype, routing: str) -> None
                 for name, one, many in zip(("y", "dx", "dweights"), part, (y, dx, dweights), strict=True):
                     assert_same_bits(name, one, many[rows])
         check_buffers(parts, whole)
+
+
+@DTYPES
+@pytest.mark.parametrize("routing", ["uniform", "half"])
+def test_terms_in_memory_of_their_own(dtype: torch.dtype, routing: str) -> None:
+    """Buffers that nobody else holds get the bits of those that the backend must fill, with widths that are padded too."""
+    inputs = make_inputs(Case("fresh", tokens=60, hidden=40, width=56, routing=routing), dtype)
+    filled, fresh = buffers_for(inputs, 3), dataclasses.replace(buffers_for(inputs, 3), fresh=True)
+    before = fresh.down
+    for buffers in (filled, fresh):
+        run(inputs, slice(None), CallGrid(6, 2, (0, 1, 2)), buffers)
+    assert fresh.down is not before
+    check_buffers(filled, fresh)
 
 
 def test_segments_are_terms_of_their_own() -> None:

@@ -70,8 +70,11 @@ def step(replicas: int, ep: int, slices_per_call: int, dtype: torch.dtype) -> li
                 mine = list(call.slices)
                 weight.grad_sink.product(dy[mine].view(-1, ROWS), x[mine].view(-1, COLUMNS))
                 vector.grad_sink.add(vectors[mine])
-            for lane, lane_grad in zip(layout.lanes, expert.lane_grads, strict=True):
-                lane_grad.fill_(0.1 + lane)
+            lanes = torch.stack([torch.full_like(expert, 0.1 + lane) for lane in layout.lanes])
+            if len(calls) == 1 and len(lanes) > 1:
+                halving_tree(lanes, expert.lane_sum)
+            else:
+                expert.lane_grads.copy_(lanes)
             store.finish(Member(meeting, rank) if replicas * ep > 1 else None)
         dense[layout.dense_shard], expert_shards[rank] = (
             grads[bank.shard] for bank, grads in zip(banks, store.grads, strict=True)
