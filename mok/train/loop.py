@@ -38,7 +38,7 @@ from mok.hf_import import HfWeights, config_folder
 from mok.model.transformer import DTYPES
 from mok.train.batches import Batches
 from mok.train.device import prepare_device
-from mok.train.memory import keep_freed_memory
+from mok.train.memory import keep_freed_memory, old_objects_stay
 from mok.train.ranks import Ranks
 from mok.train.run_folder import Start, finite
 from mok.train.sampling import printable, sample_text
@@ -99,7 +99,7 @@ class Run:
         began = time.monotonic()
         metrics: dict[str, Any] = {"step": state.step}
         self._say_what_is_trained()
-        with self._signals(), self._notices(), self._progress() as advance:
+        with self._signals(), self._notices(), old_objects_stay(), self._progress() as advance:
             self._clock, self._logged_at = time.perf_counter(), state.step
             while state.step < recipe.train.steps and not self._stop:
                 started = time.perf_counter()
