@@ -23,6 +23,7 @@ from mok.errors import UsageError
 from mok.gradients import GradBuffers, halving_tree
 from mok.grid import CallGrid
 from mok.schedule import Schedule, build_schedule, count_routes
+from mok.transport.interface import RowTransport
 
 __all__ = ["Plan", "experts"]
 
@@ -40,15 +41,14 @@ class Plan:
         cls, backend: str, shape: LayerShape, expert_ids_TK: Tensor, options: Options, grid: CallGrid, dtype: torch.dtype
     ) -> Plan:
         """Choose the backend and plan the call. Raises UsageError where either cannot be; warns of a notice on the choice."""
-        module, notice = choose(
-            backend, shape, dtype, expert_ids_TK.device, options.quantization, tokens=expert_ids_TK.shape[0]
-        )
+        tokens, transport = expert_ids_TK.shape[0], options.transport.name if options.transport else "collective"
+        module, notice = choose(backend, shape, dtype, expert_ids_TK.device, options.quantization, tokens, transport)
         if notice:
             warnings.warn(notice, stacklevel=4)
         if hasattr(module, "build_schedule"):  # on the device, for kernels that read it there
             return cls(module, module.build_schedule(expert_ids_TK, shape, grid, options), options)
         counts_CE = None
-        if options.transport is not None:
+        if isinstance(options.transport, RowTransport):
             counts_CE = options.transport.all_counts(count_routes(expert_ids_TK, shape.num_experts, grid))
         return cls(module, build_schedule(expert_ids_TK, shape.num_experts, grid, counts_CE), options)
 

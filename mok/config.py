@@ -111,6 +111,12 @@ class MoEConfig:
     force_routing: str = key("none", "ignore the router, for benchmarks", choices=("none", "balanced", "skewed", "one-hot"))
     backend: str = key("auto", "who computes the experts", choices=("auto", "reference", "torch", "staged", "mega"))
     transport: str = key("auto", "how rows travel between ranks", choices=("auto", "collective", "peer"))
+    peer_rows: float = key(
+        2.0,
+        "with transport = peer, room for the rows of a rank's experts, in multiples of the mean; more rows end the run with an "
+        "error; 0 makes room for any routing",
+        low=0.0,
+    )
     ep: int | str = key(1, "ranks R that share the experts of a layer; a number, or auto", low=1, choices=("auto",))
     recompute: str = key("none", "what the expert layer computes again in the backward", choices=("none", "activations", "all"))
     quantize_weight_gradients: bool = key(
@@ -358,8 +364,6 @@ class Recipe:
                 )
             )
         found += self._quantization_problems()
-        if moe.transport == "peer":
-            found.append(("moe.transport", "peer memory between GPUs is not built", 'use "auto" or "collective" (all-to-all)'))
         if moe.shared_gate and not moe.num_shared_experts:
             found.append(("moe.shared_gate", "is set but moe.num_shared_experts is 0", "set num_shared_experts"))
         return found

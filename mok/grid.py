@@ -200,6 +200,11 @@ class Layout:
         """The fewest slices of a rank that a call can hold: whole segments over the ranks of the group."""
         return math.lcm(self.grid.segment, self.ep) // self.ep
 
+    def tokens_of_call(self, recipe: Recipe) -> int:
+        """Tokens of this rank in one call on GPUs, where calls hold as few slices as they may."""
+        slices = recipe.distributed.slices_per_call or self.fewest_slices_per_call
+        return slices * self.grid.slice_sequences * recipe.train.sequence_length
+
     def calls(self, slices_per_call: int = 0) -> tuple[Call, ...]:
         """The calls of a step, in order.
 

@@ -19,6 +19,7 @@ __all__ = [
     "DTYPE_BYTES",
     "LAYER_SHAPES",
     "LayerShape",
+    "WorkspaceShape",
     "activation_choices",
     "active_parameters",
     "checkpoint_bytes",
@@ -28,6 +29,7 @@ __all__ = [
     "parameters",
     "rank_bytes",
     "vocabulary",
+    "workspace_shape",
 ]
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, **dict.fromkeys(FORMATS, 2)}
@@ -62,6 +64,51 @@ class LayerShape:
         return 2 * tokens * 3 * self.hidden_size * (self.top_k * self.intermediate_size + self.shared_size)
 
 
+@dataclass(frozen=True)
+class WorkspaceShape:
+    """The memory that each rank of a group opens to the others, for rows that travel through it: one for all layers of a model.
+
+    tokens: T of a call, at most. top_k, hidden_size: K and H of the layers. ranks: R.
+    """
+
+    tokens: int
+    top_k: int
+    hidden_size: int
+    ranks: int
+
+    def regions(self) -> dict[str, tuple[int, int]]:
+        """(first byte, bytes) by name, in order; each starts on 256 bytes.
+
+        flags: 32 bytes for each rank. ids: routes of two calls, int32, each after 8 of their own. row_flags, weights, sums: 4
+        bytes for each route. x, dy: T rows. returned: T * K rows, where a token's rows come back.
+        """
+        routes, row = self.tokens * self.top_k, 2 * self.hidden_size
+        sizes = {
+            "flags": 32 * self.ranks,
+            "ids": 2 * _aligned(4 * (8 + routes)),
+            "row_flags": 4 * routes,
+            "weights": 4 * routes,
+            "sums": 4 * routes,
+            "x": self.tokens * row,
+            "dy": self.tokens * row,
+            "returned": routes * row,
+        }
+        found, start = {}, 0
+        for name, size in sizes.items():
+            found[name] = (start, size)
+            start += _aligned(size)
+        return found
+
+    @property
+    def bytes(self) -> int:
+        start, size = self.regions()["returned"]
+        return start + _aligned(size)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 256) * 256
+
+
 LAYER_SHAPES = {
     "toy": LayerShape(128, 128, 8, 2),
     "olmoe-1b-7b": LayerShape(2048, 1024, 64, 8),
@@ -81,6 +128,19 @@ def layer_shape(recipe: Recipe) -> LayerShape:
     moe = recipe.moe
     shared_size = moe.num_shared_experts * (moe.shared_intermediate_size or moe.intermediate_size)
     return LayerShape(recipe.model.hidden_size, moe.intermediate_size, moe.num_experts, moe.top_k, shared_size=shared_size)
+
+
+def workspace_shape(recipe: Recipe, ep: int, tokens: int) -> WorkspaceShape:
+    """The memory that a rank opens to the others of its group with `moe.transport = "peer"`. tokens: of the rank in one call; a
+    text sample, padded to 16 tokens, must fit too."""
+    longest = -(-recipe.train.sequence_length // 16) * 16
+    return WorkspaceShape(max(tokens, longest), recipe.moe.top_k, recipe.model.hidden_size, ep)
+
+
+def may_open_memory(recipe: Recipe, ep: int) -> bool:
+    """Whether rows of `recipe` could travel through peer memory, if its ranks have GPUs that are joined."""
+    able = recipe.train.dtype == "bf16" and recipe.moe.backend in ("auto", "staged", "mega")
+    return ep > 1 and able and recipe.moe.transport != "collective"
 
 
 def vocabulary(recipe: Recipe) -> int:
@@ -164,7 +224,8 @@ def rank_bytes(
     """Bytes that one rank holds, by kind; "activations" and "exchange rows" are estimates.
 
     Weights are whole on each rank that computes with them; of master weights and moments each rank keeps a shard. Exchange rows
-    are those that a rank receives in one layer and those that come back to it, spread evenly.
+    are those that a rank receives in one layer and those that come back to it, spread evenly. The peer workspace is where they
+    come from and come back to, if the GPUs turn out to be joined.
 
     ep: ranks R that share the experts. replicas: groups of them. lanes, positions: cells of the step's grid that the rank owns;
     each has its own sum of dense gradients, each lane one of expert gradients. tokens: tokens of the rank in one call.
@@ -181,6 +242,7 @@ def rank_bytes(
         "moments": shard * 2 * DTYPE_BYTES[recipe.optim.moment_dtype],
         "gradients": 4 * (dense * lanes * positions + experts * lanes),
         "activations": _activation_bytes(recipe, vocab_size, tokens),
+        "peer workspace": workspace_shape(recipe, ep, tokens).bytes if may_open_memory(recipe, ep) else 0,
         "exchange rows": 0 if ep == 1 else 2 * tokens * recipe.moe.top_k * width * DTYPE_BYTES[recipe.train.dtype],
     }
 

@@ -68,8 +68,8 @@ def price(recipe: Recipe, world_size: int | None = None) -> Price:
     vocab_size = shapes.vocabulary(recipe)
     steps, every = recipe.train.steps, recipe.checkpoint.every
     written = -(-steps // every) if every else 1
-    sequence = recipe.train.sequence_length
-    call_tokens = (recipe.distributed.slices_per_call or layout.fewest_slices_per_call) * layout.grid.slice_sequences * sequence
+    call_tokens = layout.tokens_of_call(recipe)
+    step_tokens = layout.num_slices * layout.grid.slice_sequences * recipe.train.sequence_length
     return Price(
         recipe=recipe,
         layout=layout,
@@ -87,8 +87,8 @@ def price(recipe: Recipe, world_size: int | None = None) -> Price:
         ),
         activation_bytes=shapes.activation_choices(recipe, vocab_size, call_tokens),
         flops_per_token=shapes.flops_per_token(recipe, vocab_size),
-        tokens_per_step=recipe.train.batch_size * sequence,
-        exchange_bytes=shapes.exchange_bytes(recipe, layout.num_slices * layout.grid.slice_sequences * sequence, ep),
+        tokens_per_step=recipe.train.batch_size * recipe.train.sequence_length,
+        exchange_bytes=shapes.exchange_bytes(recipe, step_tokens, ep),
         checkpoint_bytes=shapes.checkpoint_bytes(recipe, vocab_size),
         checkpoints_written=written,
         checkpoints_kept=min(written, recipe.checkpoint.keep_last or written),

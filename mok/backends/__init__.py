@@ -42,16 +42,19 @@ def choose(
     device: torch.device,
     quantization: Quantization | None = None,
     tokens: int | None = None,
+    transport: str = "collective",
 ) -> tuple[ModuleType, str | None]:
     """The module of backend `name` for a layer with operands rounded as `quantization` says, and a notice worth showing once,
     or None.
 
     `auto` takes the first of `AUTO` that can run, and the notice says why better ones cannot; where mega and staged both can,
     the one that was faster in the measured table's row nearest to the shape and `tokens` (`mok.launch.tables.nearest_row`).
-    Raises UsageError for an unknown name, and where a named backend, or all of `auto`, cannot run, with every reason.
+    transport: how rows travel where `shape` has several ranks. Raises UsageError for an unknown name, and where a named
+    backend, or all of `auto`, cannot run, with every reason.
     """
     # A layer asks on every call. The precision of matmul is a setting of the process that a backend may refuse.
-    return _choice(name, shape, dtype, device, quantization, tokens if name == "auto" else None, get_float32_matmul_precision())
+    at_hand = tokens if name == "auto" else None
+    return _choice(name, shape, dtype, device, quantization, at_hand, transport, get_float32_matmul_precision())
 
 
 def kernel_choices(
@@ -61,9 +64,10 @@ def kernel_choices(
     device: torch.device,
     quantization: Quantization | None = None,
     tokens: int | None = None,
+    transport: str = "collective",
 ) -> dict[str, Any]:
     """What `choose` takes and the settings of its kernels, for the record of a run: a pure function of the arguments."""
-    module, _ = choose(name, shape, dtype, device, quantization, tokens)
+    module, _ = choose(name, shape, dtype, device, quantization, tokens, transport)
     chosen = next(known for known, path in BACKENDS.items() if path == module.__name__)
     settings = module.settings(shape, device, tokens) if hasattr(module, "settings") else None
     return {"backend": chosen} | ({} if settings is None else {"settings": asdict(settings)})
@@ -77,20 +81,21 @@ def _choice(
     device: torch.device,
     quantization: Quantization | None,
     tokens: int | None,
+    transport: str,
     precision: str,
 ) -> tuple[ModuleType, str | None]:
     if name != "auto":
         if name not in BACKENDS:
             raise UsageError(f"moe.backend = {name!r}: must be one of auto, {', '.join(BACKENDS)}")
         backend = import_module(BACKENDS[name])
-        reasons = backend.why_not(shape, dtype, device, quantization)
+        reasons = backend.why_not(shape, dtype, device, quantization) + _not_over(transport, shape, backend)
         if reasons:
             raise UsageError(f"moe.backend = {name} cannot run here: {'; '.join(reasons)}")
         return backend, None
     refused: list[str] = []
     for candidate in AUTO:
         backend = import_module(BACKENDS[candidate])
-        reasons = backend.why_not(shape, dtype, device, quantization)
+        reasons = backend.why_not(shape, dtype, device, quantization) + _not_over(transport, shape, backend)
         if candidate == "mega" and not reasons and _staged_was_faster(shape, device, tokens):
             continue
         if not reasons:
@@ -99,6 +104,16 @@ def _choice(
             return backend, notice if refused and device.type == "cuda" else None
         refused.append(f"{candidate} cannot run ({'; '.join(reasons)})")
     raise UsageError(f"moe.backend = auto: {' | '.join(refused)}")
+
+
+def _not_over(transport: str, shape: LayerShape, backend: ModuleType) -> list[str]:
+    """Why rows cannot travel between the ranks of `shape` as `transport` does it."""
+    if shape.ranks == 1 or transport in backend.TRANSPORTS:
+        return []
+    able = " or ".join(backend.TRANSPORTS)
+    if not able:
+        return [f"{shape.ranks} ranks: it computes on one only"]
+    return [f"its rows travel between {shape.ranks} ranks by moe.transport = {able}, not {transport}"]
 
 
 def _staged_was_faster(shape: LayerShape, device: torch.device, tokens: int | None) -> bool:

@@ -2,6 +2,7 @@
 
 Owns the types that pass between `mok.autograd` and a backend, and nothing that computes. A backend is a module with
 
+    TRANSPORTS: the values of `moe.transport` by which its rows can travel between ranks that share experts
     why_not(shape, dtype, device, quantization) -> list of reasons why it cannot run; empty if it can. Pure.
     forward(x_TH, weights_TK, schedule, experts, options, shared_scale_T) -> (y_TH, saved)
     backward(dy_TH, saved, grads) -> InputGrads; grads is None where the expert weights are frozen

@@ -25,7 +25,10 @@ if TYPE_CHECKING:  # Triton is missing on some systems, and `why_not` must be ab
     from mok.launch.mega import Gradients
     from mok.launch.plan import DevicePlan
 
-__all__ = ["MegaSchedule", "Saved", "backward", "build_schedule", "forward", "settings", "why_not"]
+__all__ = ["TRANSPORTS", "MegaSchedule", "Saved", "backward", "build_schedule", "forward", "settings", "why_not"]
+
+TRANSPORTS = ()
+"""See `mok.backends.interface`: it computes on one rank only."""
 
 
 @dataclass(frozen=True)

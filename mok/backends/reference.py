@@ -16,7 +16,10 @@ from mok.quantization import Quantization
 from mok.reference.moe import ExpertGrads, moe_backward, moe_forward
 from mok.schedule import Schedule
 
-__all__ = ["Saved", "backward", "forward", "why_not"]
+__all__ = ["TRANSPORTS", "Saved", "backward", "forward", "why_not"]
+
+TRANSPORTS = ()
+"""See `mok.backends.interface`: the loops compute on one rank only."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Saved:
 
 def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None) -> list[str]:
     """Why this backend cannot run, or an empty list."""
-    return [f"{shape.ranks} ranks: it computes on one only"] if shape.ranks > 1 else []
+    return []
 
 
 def forward(

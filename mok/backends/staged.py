@@ -19,12 +19,17 @@ from mok.errors import UsageError
 from mok.gradients import GradBuffers
 from mok.grid import CallGrid
 from mok.quantization import Quantization
+from mok.transport.peer import PeerTransport
 
 if TYPE_CHECKING:  # Triton is missing on some systems, and `why_not` must be able to say so
+    from mok.launch.peer import PeerPlan
     from mok.launch.plan import DevicePlan
     from mok.launch.staged import StagedConfig
 
-__all__ = ["Saved", "StagedSchedule", "backward", "build_schedule", "forward", "settings", "why_not"]
+__all__ = ["TRANSPORTS", "Saved", "StagedSchedule", "backward", "build_schedule", "forward", "settings", "why_not"]
+
+TRANSPORTS = ("peer",)
+"""How rows may travel between ranks, see `mok.backends.interface`."""
 
 SIZE_MULTIPLE = 16
 """Elements: a row of bf16 then starts on 32 bytes, what bulk copies and vector accesses need."""
@@ -35,14 +40,15 @@ OLDEST_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True)
 class StagedSchedule:
-    """What a call is walked by: the grid, and the plan on the device."""
+    """What a call is walked by: the grid, and the plan on the device. peers: what more there is to know of several ranks."""
 
     grid: CallGrid
     plan: DevicePlan
+    peers: PeerPlan | None = None
 
     @property
     def counts_CE(self) -> Tensor:
-        return self.plan.counts_CE
+        return self.plan.counts_CE if self.peers is None else self.peers.counts_CE
 
 
 @dataclass(frozen=True)
@@ -90,22 +96,23 @@ def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device, quantiz
     for name, size in sizes.items():
         if size % SIZE_MULTIPLE:
             reasons.append(f"{name} size {size}: must be a multiple of {SIZE_MULTIPLE}")
-    if shape.ranks > 1:
-        reasons.append(f"{shape.ranks} ranks: it computes on one only")
     return reasons
 
 
 def build_schedule(expert_ids_TK: Tensor, shape: LayerShape, grid: CallGrid, options: Options) -> StagedSchedule:
     """The call's plan, made on the device of the ids without waiting for it; ids out of range are taken as masked, and left in
-    the layer's status word."""
+    the layer's status word. Over several ranks every rank makes it together with the others, from all their ids."""
+    from mok.launch.peer import plan_over_ranks
     from mok.launch.plan import TaskOrder, plan_on_device
 
     if len(set(grid.lane_of_segment)) > 1:
         raise UsageError(f"moe.backend = staged takes one lane per call, not lanes {grid.lane_of_segment}; use smaller calls")
     order = TaskOrder()
     sizes = shape.num_experts, shape.hidden_size, shape.intermediate_size
-    plan = plan_on_device(expert_ids_TK, *sizes, order, order, grid=grid, layer=options.layer)
-    return StagedSchedule(grid, plan)
+    if isinstance(options.transport, PeerTransport):
+        peers = plan_over_ranks(expert_ids_TK, *sizes, order, order, options.transport, grid=grid, layer=options.layer)
+        return StagedSchedule(grid, peers.rows, peers)
+    return StagedSchedule(grid, plan_on_device(expert_ids_TK, *sizes, order, order, grid=grid, layer=options.layer))
 
 
 def forward(
@@ -120,6 +127,7 @@ def forward(
 
     x_TH: bf16. weights_TK, shared_scale_T: fp32; no scale is a factor of 1. Returns y_TH, and what `backward` needs.
     """
+    from mok.launch import peer
     from mok.launch import staged as launch
 
     x_TH, weights_TK = readable(x_TH), weights_TK.contiguous()
@@ -133,10 +141,14 @@ def forward(
     x_rows = x_TH.new_empty(rows, hidden)
     gate_up_2PI = x_TH.new_empty(2, rows, width) if keep else None
     h_rows = x_TH.new_empty(rows, width)
-    launch.dispatch(x_TH, x_rows, plan)
+    if schedule.peers is not None:
+        peer.send_tokens(schedule.peers, x=x_TH)
+    bring("x", x_TH, x_rows, schedule)
     launch.gate_up(x_rows, gate_LIH, up_LIH, h_rows, gate_up_2PI, plan, options.clamp, gpu, config)
     y_rows = x_rows  # every row of x has been read
     launch.down(h_rows, down_LHI, y_rows, plan, gpu, config)
+    if schedule.peers is not None:
+        peer.return_rows(schedule.peers, y_rows)
 
     shared_plan = shared_gate_up_2TS = shared_rows = gate_up_JH = down_HS = None
     if experts.shared is not None:
@@ -150,7 +162,7 @@ def forward(
         shared_rows = x_TH.new_empty(shared_plan.max_rows, hidden)
         launch.down(h_rows, down_HS.unsqueeze(0), shared_rows, shared_plan, gpu, config)
     y_TH = torch.empty_like(x_TH)
-    launch.combine(y_rows, plan, weights_TK, shared_rows, shared_scale_T, y_TH)
+    launch.combine(*arrived(y_rows, schedule), weights_TK, shared_rows, shared_scale_T, y_TH)
     return y_TH, Saved(
         schedule=schedule,
         shared_plan=shared_plan,
@@ -174,6 +186,7 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     A second backward from the same `saved` raises RuntimeError in autograd: the pre-activations are overwritten here, and
     marked as changed.
     """
+    from mok.launch import peer
     from mok.launch import staged as launch
 
     dy_TH = readable(dy_TH)
@@ -182,35 +195,74 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     plan, rows = saved.schedule.plan, saved.schedule.plan.max_rows
     hidden, width = saved.down_LHI.shape[1:]
 
+    schedule, peers = saved.schedule, saved.schedule.peers
     rows_PH, wh_rows = dy_TH.new_empty(rows, hidden), dy_TH.new_empty(rows, width)
+    weights, weighted_plan = saved.weights_TK, plan
+    if peers is not None:
+        peer.send_tokens(peers, x=saved.x_TH, dy=dy_TH, weights=saved.weights_TK)
+        weights, weighted_plan = peer.pull_weights(peers), peers.weighted
     gate_up_2PI = saved.gate_up_2PI
     if gate_up_2PI is None:
         gate_up_2PI = dy_TH.new_empty(2, rows, width)
-        launch.dispatch(saved.x_TH, rows_PH, plan)
+        bring("x", saved.x_TH, rows_PH, schedule)
         launch.gate_up(rows_PH, saved.gate_LIH, saved.up_LIH, wh_rows, gate_up_2PI, plan, clamp, gpu, config)
     else:
         torch.autograd.graph.increment_version(gate_up_2PI)
     partial = launch.partial_sums(rows, width, dy_TH.device)
     dweights_TK = torch.empty_like(saved.weights_TK)
-    launch.dispatch(dy_TH, rows_PH, plan)
-    launch.dh(rows_PH, saved.down_LHI, gate_up_2PI, wh_rows, partial, saved.weights_TK, plan, clamp, gpu, config)
-    launch.route_weight_gradients(partial, plan, dweights_TK)
+    bring("dy", dy_TH, rows_PH, schedule)
+    launch.dh(rows_PH, saved.down_LHI, gate_up_2PI, wh_rows, partial, weights, weighted_plan, clamp, gpu, config)
+    dx_rows = rows_PH
+    if peers is None:
+        launch.route_weight_gradients(partial, plan, dweights_TK)
+    else:
+        # Rows go home while weight gradients are computed: with buffers of their own, and x pulled before its owner may go on.
+        dx_rows = torch.empty_like(rows_PH)
+        x_rows = torch.empty_like(rows_PH)
+        bring("x", saved.x_TH, x_rows, schedule)
+        launch.dx(gate_up_2PI, saved.gate_LIH, saved.up_LIH, dx_rows, plan, gpu, config)
+        peer.return_rows(peers, dx_rows, partial)
     if grads is not None:
         lane = saved.schedule.grid.lane_of_segment[0]
         started = grads.started[lane]
         with launch.plain_rows(grads.down[lane]) as d_down_LHI:
             launch.down_gradient(rows_PH, wh_rows, d_down_LHI, started, plan, gpu, config)
-        launch.dispatch(saved.x_TH, rows_PH, plan)
+        if peers is None:
+            x_rows = rows_PH
+            bring("x", saved.x_TH, x_rows, schedule)
         with launch.plain_rows(grads.gate[lane]) as d_gate_LIH, launch.plain_rows(grads.up[lane]) as d_up_LIH:
-            launch.gate_up_gradients(gate_up_2PI, rows_PH, d_gate_LIH, d_up_LIH, started, plan, gpu, config)
-    launch.dx(gate_up_2PI, saved.gate_LIH, saved.up_LIH, rows_PH, plan, gpu, config)
+            launch.gate_up_gradients(gate_up_2PI, x_rows, d_gate_LIH, d_up_LIH, started, plan, gpu, config)
+    if peers is None:
+        launch.dx(gate_up_2PI, saved.gate_LIH, saved.up_LIH, dx_rows, plan, gpu, config)
 
     shared = dscale_T = shared_dx_rows = None
     if saved.shared_plan is not None:
         shared_dx_rows, shared, dscale_T = shared_backward(dy_TH, saved)
     dx_TH = torch.empty_like(dy_TH)
-    launch.combine(rows_PH, plan, None, shared_dx_rows, None, dx_TH)
+    launch.combine(*arrived(dx_rows, schedule), None, shared_dx_rows, None, dx_TH)
+    if peers is not None:
+        peer.take_sums(peers, dweights_TK)
     return InputGrads(dx_TH, dweights_TK, dscale_T, shared)
+
+
+def bring(region: str, values_TH: Tensor, rows_PH: Tensor, schedule: StagedSchedule) -> None:
+    """Fill rows_PH with the values of each row's token: of `values_TH`, or of what all ranks have put into `region`."""
+    from mok.launch import peer
+    from mok.launch import staged as launch
+
+    if schedule.peers is None:
+        launch.dispatch(values_TH, rows_PH, schedule.plan)
+    else:
+        peer.pull_rows(schedule.peers, region, rows_PH)
+
+
+def arrived(rows_PH: Tensor, schedule: StagedSchedule) -> tuple[Tensor, DevicePlan]:
+    """Where the rows of this rank's tokens are, and the plan that says which: `rows_PH` of one rank, else what came back."""
+    from mok.launch import peer
+
+    if schedule.peers is None:
+        return rows_PH, schedule.plan
+    return peer.await_rows(schedule.peers), schedule.peers.home
 
 
 def shared_backward(dy_TH: Tensor, saved: Saved) -> tuple[Tensor, SharedGrads, Tensor | None]:

@@ -23,9 +23,13 @@ from mok.errors import MokError
 from mok.gradients import GradBuffers
 from mok.quantization import Quantization
 from mok.schedule import Schedule
+from mok.transport.interface import RowTransport
 from mok.transport.local import LocalTransport
 
-__all__ = ["Saved", "backward", "check_gemm_rows", "forward", "why_not"]
+__all__ = ["TRANSPORTS", "Saved", "backward", "check_gemm_rows", "forward", "why_not"]
+
+TRANSPORTS = ("collective",)
+"""How rows may travel between ranks, see `mok.backends.interface`."""
 
 SUM_BLOCK = 128  # columns that one block of the router-weight gradient adds up
 GEMM_MULTIPLE = 16  # rows and columns; with other sizes MKL's sums depend on where in the matrix a row is
@@ -89,7 +93,7 @@ def forward(
     """
     if x_TH.device.type == "cpu":
         check_gemm_rows(x_TH.dtype)
-    transport = options.transport or LocalTransport()
+    transport = _transport(options)
     hidden_size = x_TH.shape[1]
     x_TH = _pad_columns(x_TH)
     block, shared_block = _blocks(options)
@@ -148,7 +152,7 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     """
     schedule, options = saved.schedule, saved.options
     block, shared_block = _blocks(options)
-    transport = options.transport or LocalTransport()
+    transport = _transport(options)
     dy_TH = _pad_columns(dy_TH)
     x_PH = saved.x_PH
     if x_PH is None:
@@ -235,11 +239,19 @@ def _threads_do_not_show(generator: torch.Generator) -> bool:
 
 def _dispatched(values_TH: Tensor, schedule: Schedule, options: Options) -> Tensor:
     """[P, H]: each row gets the values of its token; padding rows are zero. In 8 bits on the way where the options say so."""
-    transport = options.transport or LocalTransport()
+    transport = _transport(options)
     if options.quantization is None or not options.quantization.dispatch:
         return transport.rows_of_tokens(values_TH, schedule)
     packed = transport.rows_of_tokens(pack_rows(values_TH, options.quantization.of_blocks.block), schedule)
     return unpack_rows(packed, values_TH.shape[1], values_TH.dtype)
+
+
+def _transport(options: Options) -> RowTransport:
+    """Whoever carries the rows of a call; `TRANSPORTS` keeps others away."""
+    if options.transport is None:
+        return LocalTransport()
+    assert isinstance(options.transport, RowTransport)
+    return options.transport
 
 
 def _blocks(options: Options) -> tuple[int, int]:

@@ -110,6 +110,4 @@ def why_not(config: KernelConfig, shape: LayerShape, device: DeviceFacts | None)
             reasons.append(f"{name} = {value}: must be a multiple of 16; pad the weights, or use moe.backend = torch")
     if shape.num_experts > 512:
         reasons.append(f"num_experts = {shape.num_experts}: at most 512 are planned for; use moe.backend = torch")
-    if shape.ranks > 1:
-        reasons.append(f"expert parallelism over {shape.ranks} ranks is not built into it: use moe.backend = torch")
     return reasons

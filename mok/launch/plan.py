@@ -19,7 +19,7 @@ from mok.kernels import tasks
 from mok.kernels.plan_shared import write_shared_tasks
 from mok.launch.status import status_word
 
-__all__ = ["DevicePlan", "TaskOrder", "ceil_div", "max_rows", "plan_on_device", "plan_tables"]
+__all__ = ["DevicePlan", "TaskOrder", "ceil_div", "empty", "max_rows", "place_experts", "plan_on_device", "plan_tables"]
 
 RUN = 128
 """Items of one run of the counting sort: comparing all pairs of a run stays in registers."""
@@ -133,12 +133,14 @@ def plan_on_device(
     again: bool = False,
     shared_size: int = 0,
     layer: int = 0,
+    capacity: int = 0,
 ) -> DevicePlan:
     """The plan of the routes `expert_ids_TK` (int32 or int64 [T, K]; -1 masks a route, and so does an id out of range, which
     is an error in the status word of `layer`).
 
     backward_order: None leaves the backward's table out. grid: the call, one rank; None is one slice.
-    units: signals that the mover will give for each 64-row block of rows. again, shared_size: see `DevicePlan`.
+    units: signals that the mover will give for each 64-row block of rows. again, shared_size: see `DevicePlan`. capacity: rows
+    to make room for, where the caller knows that there will not be more; 0 for all that may come.
     Raises UsageError for tokens that do not fill whole slices, or more than one rank.
     """
     grid = grid or CallGrid()
@@ -151,23 +153,11 @@ def plan_on_device(
         )
     ids = expert_ids_TK.contiguous()
     device = ids.device
-    rows = max_rows(ids.numel(), num_experts, grid.num_segments)
+    rows = capacity or max_rows(ids.numel(), num_experts, grid.num_segments)
     routes_per_slice = ids.numel() // grid.num_slices
-    runs_per_slice = ceil_div(routes_per_slice, RUN)
-    bins = bin_count(num_experts)
+    runs_per_slice, bins = ceil_div(routes_per_slice, RUN), bin_count(num_experts)
     runs = grid.num_slices * runs_per_slice
-    counts = empty(device, runs, bins)
-    if runs:
-        status = status_word(device, layer)
-        kernels.count_runs[(runs,)](ids, counts, status, routes_per_slice, runs_per_slice, num_experts, RUN=RUN, BINS=bins)
-    before = sum_before(counts)
-    counts_CE = empty(device, grid.num_slices, num_experts)
-    row_in_expert_XE = empty(device, grid.num_segments, bins)
-    expert_start = empty(device, num_experts + 1)
-    kernels.place_experts[(1,)](
-        before, counts_CE, row_in_expert_XE, expert_start, num_experts, grid.num_segments, grid.segment, runs_per_slice,
-        BINS=bins,
-    )  # fmt: skip
+    expert_start, counts_CE, row_in_expert_XE, before = place_experts(ids, num_experts, grid, layer)
     row_of_route_N = empty(device, ids.numel())
     route_of_row_P = torch.full((rows,), -1, dtype=torch.int32, device=device)
     if runs:
@@ -189,6 +179,28 @@ def plan_on_device(
         shared_size=shared_size,
         layer=layer,
     )
+
+
+def place_experts(ids_N: Tensor, num_experts: int, grid: CallGrid, layer: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where the rows of each expert start if all experts' lie in one buffer, and what that is made of: int32 expert_start
+    [E + 1], counts_CE, and for `mok.kernels.plan.place_routes` row_in_expert_XE and before_run. ids_N: routes of the call."""
+    device, bins = ids_N.device, bin_count(num_experts)
+    routes_per_slice = ids_N.numel() // grid.num_slices
+    runs_per_slice = ceil_div(routes_per_slice, RUN)
+    runs = grid.num_slices * runs_per_slice
+    counts = empty(device, runs, bins)
+    if runs:
+        status = status_word(device, layer)
+        kernels.count_runs[(runs,)](ids_N, counts, status, routes_per_slice, runs_per_slice, num_experts, RUN=RUN, BINS=bins)
+    before = sum_before(counts)
+    counts_CE = empty(device, grid.num_slices, num_experts)
+    row_in_expert_XE = empty(device, grid.num_segments, bins)
+    expert_start = empty(device, num_experts + 1)
+    kernels.place_experts[(1,)](
+        before, counts_CE, row_in_expert_XE, expert_start, num_experts, grid.num_segments, grid.segment, runs_per_slice,
+        BINS=bins,
+    )  # fmt: skip
+    return expert_start, counts_CE, row_in_expert_XE, before
 
 
 def plan_tables(

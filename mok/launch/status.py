@@ -18,8 +18,13 @@ __all__ = ["HostCopy", "check_status", "explain", "forget_status", "raise_if_see
 REASONS = {
     1: "a tile waited too long for another one: its counters never reached their target (is the device shared or stopped?)",
     2: "expert ids out of range were taken as masked: ids must be -1 (masked) to the number of experts less 1",
+    4: "rank {rank} of the expert group was awaited at stage dispatch and did not come within distributed.timeout_s",
+    8: "rows from rank {rank} of the expert group were awaited at stage return and did not come within distributed.timeout_s",
+    16: "the experts of rank {rank} of the expert group got {rows} rows, more than there is room for: raise moe.peer_rows, or "
+    "set it to 0 for any routing",
 }
-"""Bit -> what happened. Bit 1 is `mok.kernels.ring.STATUS_TIMED_OUT`, bit 2 `mok.kernels.plan.STATUS_BAD_IDS`."""
+"""Bit -> what happened. Bit 1 is `mok.kernels.ring.STATUS_TIMED_OUT`, bit 2 `mok.kernels.plan.STATUS_BAD_IDS`, the others those
+of `mok.kernels.peer`, which puts a rank and a number of 64-row blocks into the bits above them."""
 
 LAYERS = 256
 """Layers that have a word of their own; those behind share the last."""
@@ -86,7 +91,8 @@ def forget_status(device: torch.device) -> None:
 
 def explain(bits: int) -> str:
     """The messages of all bits of a word."""
-    return "; ".join(reason for bit, reason in REASONS.items() if bits & bit) or f"status {bits:#x}"
+    details = {"rank": bits >> 5 & 127, "rows": (bits >> 12) * 64}
+    return "; ".join(reason.format(**details) for bit, reason in REASONS.items() if bits & bit) or f"status {bits:#x}"
 
 
 def tell_host(device: torch.device) -> None:

@@ -128,7 +128,8 @@ class MoE(nn.Module):
         ranks = self.grid.ranks
         shape = LayerShape(hidden, width, local * ranks, self.router.routing.top_k, ranks, shared)
         weight = self.w_gate_up
-        module, _ = choose(self.backend, shape, weight.dtype, weight.device, self.options.quantization, tokens)
+        transport = self.options.transport.name if self.options.transport else "collective"
+        module, _ = choose(self.backend, shape, weight.dtype, weight.device, self.options.quantization, tokens, transport)
         return hasattr(module, "build_schedule")
 
     def cache_quantized_weights(self) -> None:

@@ -52,11 +52,13 @@ class LogicalTensor:
 
 @dataclass(frozen=True)
 class Group:
-    """The expert-parallel group this rank is a member of: its size, this rank's place in it, and how rows travel."""
+    """The expert-parallel group this rank is a member of: its size, this rank's place in it, how rows travel, and why so where
+    that had to be found out."""
 
     ranks: int = 1
     rank: int = 0
     transport: Transport | None = None
+    transport_reason: str = ""
 
 
 class Block(nn.Module):

@@ -37,6 +37,7 @@ __all__ = [
     "gather",
     "in_launch",
     "merge",
+    "own_report",
     "probe_alone",
     "probe_ranks",
     "spawn",

@@ -289,6 +289,10 @@ class Run:
             f"{torch.get_num_threads()} threads, writing to {self.folder.path}"
         )
 
+        group = self.ranks.group
+        if group.transport is not None and group.transport_reason:
+            self.say(f"moe.transport = {recipe.moe.transport} takes {group.transport.name}: {group.transport_reason}")
+
     def _say_the_end(self, metrics: dict[str, Any]) -> None:
         recipe, folder = self.recipe, self.folder.path
         if self._stop == "time":
@@ -325,9 +329,16 @@ class Run:
             return {}
         layout = self.ranks.layout
         shape = replace(shapes.layer_shape(recipe), ranks=layout.ep)
-        slices = recipe.distributed.slices_per_call or layout.fewest_slices_per_call
-        tokens = slices * layout.grid.slice_sequences * recipe.train.sequence_length
-        return kernel_choices(recipe.moe.backend, shape, DTYPES[recipe.train.dtype], self.device, recipe.quantization, tokens)
+        group = self.ranks.group
+        return kernel_choices(
+            recipe.moe.backend,
+            shape,
+            DTYPES[recipe.train.dtype],
+            self.device,
+            recipe.quantization,
+            layout.tokens_of_call(recipe),
+            group.transport.name if group.transport else "collective",
+        )
 
     def _log_to_file(self) -> None:
         if self.first_rank:

@@ -33,6 +33,7 @@ from mok.train.device import choose_device
 from mok.train.ranks import OneRank, Ranks
 from mok.train.reduction import OrderedReduction
 from mok.train.run_folder import Start
+from mok.train.transport import settle_transport
 from mok.train.watch import Watch
 from mok.transport.collective import CollectiveTransport, all_gather
 from mok.transport.progress import Progress
@@ -70,6 +71,7 @@ class LaunchedRanks:
         self.progress, self.watch = progress, watch
         self._control = control
         positions, lanes = mesh.get_group("ep"), mesh.get_group("replica")
+        self.expert_group = positions
         self.group = Group(layout.ep, layout.member, CollectiveTransport(positions, progress) if layout.ep > 1 else None)
         self.exchange: Exchange | None = OrderedReduction(layout, positions, lanes, progress)
         self.collective = Collective(control, progress)
@@ -186,7 +188,9 @@ def met(start: Start, replicas: int, ep: int, device_name: str) -> Iterator[tupl
     ranks = join(layout, device, start.recipe.distributed.timeout_s)
     with ranks.guard():
         # A default folder has the time in its name, and only rank 0 may look at a folder before it writes there.
-        yield ranks.gather(start, "start")[0], ranks, device
+        agreed = ranks.gather(start, "start")[0]
+        ranks.group = settle_transport(agreed.recipe, ranks, device)
+        yield agreed, ranks, device
 
 
 def use_private_triton_cache() -> str:

@@ -34,6 +34,7 @@ HARMLESS = (
     "train.cuda_graph",
     "moe.backend",
     "moe.transport",
+    "moe.peer_rows",
     "moe.ep",
     "moe.recompute",
     "data.cache",

@@ -45,10 +45,12 @@ def _as_bytes(rows: Tensor) -> Tensor:
 
 
 class CollectiveTransport:
-    """See `mok.transport.interface.Transport`.
+    """See `mok.transport.interface.RowTransport`.
 
     group: the ranks that share the experts, in the order of the grid. progress: told when this rank enters an exchange.
     """
+
+    name = "collective"
 
     def __init__(self, group: dist.ProcessGroup, progress: Progress | None = None) -> None:
         self.group = group

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from mok.schedule import Schedule
 
-__all__ = ["Transport"]
+__all__ = ["RowTransport", "Transport"]
 
 
 class Transport(Protocol):
+    """What a layer is told of the ranks it shares experts with.
+
+    name: as in `moe.transport`. "collective" is a `RowTransport`; "peer" a `mok.transport.peer.PeerTransport`, whose rows are
+    moved by the kernels of those backends that can.
+    """
+
+    name: str
+
+
+@runtime_checkable
+class RowTransport(Transport, Protocol):
     """Carries rows out to the experts' ranks and back. P rows of the schedule's buffer; T tokens, N = T*K routes here."""
 
     def all_counts(self, counts_CE: Tensor) -> Tensor:

@@ -13,7 +13,9 @@ __all__ = ["LocalTransport"]
 
 
 class LocalTransport:
-    """See `mok.transport.interface.Transport`."""
+    """See `mok.transport.interface.RowTransport`."""
+
+    name = "local"
 
     def all_counts(self, counts_CE: Tensor) -> Tensor:
         return counts_CE

@@ -63,7 +63,6 @@ def test_settings_fit_the_device_or_are_refused() -> None:
         (KernelConfig(), LayerShape(1025, 64, 8, 2), H200, "hidden_size = 1025"),
         (KernelConfig(), LayerShape(64, 37, 8, 2), H200, "intermediate_size = 37"),
         (KernelConfig(), LayerShape(64, 64, 1024, 2), H200, "num_experts = 1024"),
-        (KernelConfig(), LayerShape(64, 64, 8, 2, ranks=4), H200, "4 ranks"),
         (
             KernelConfig(),
             LayerShape(64, 64, 8, 2),

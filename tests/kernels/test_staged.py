@@ -111,7 +111,6 @@ def test_main_gradients_are_continued(device: torch.device) -> None:
         (LayerShape(1025, 48, 8, 2), torch.bfloat16, "hidden size 1025: must be a multiple of 16"),
         (LayerShape(64, 37, 8, 2), torch.bfloat16, "intermediate size 37"),
         (LayerShape(64, 48, 8, 2, shared_size=8), torch.bfloat16, "shared intermediate size 8"),
-        (LayerShape(64, 48, 8, 2, ranks=2), torch.bfloat16, "2 ranks"),
         (LayerShape(64, 48, 8, 2), torch.float32, "torch.float32"),
         (LayerShape(64, 48, 8, 2), torch.bfloat16, "device cpu: needs a CUDA device"),
     ],

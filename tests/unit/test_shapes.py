@@ -97,6 +97,7 @@ def test_bytes_follow_the_dtypes_and_the_cells_of_the_grid():
         "moments": 4 * total,
         "gradients": 4 * total,
         "activations": 0,
+        "peer workspace": 0,
         "exchange rows": 0,
     }
     for dtype, orientations in (("mxfp8", 2), ("fp8_block", 1)):
