@@ -85,6 +85,16 @@ class Schedule:
         return tuple(_round_up(rows_XL, SEGMENT_ROWS).T.reshape(-1).tolist())
 
     @cached_property
+    def expert_ends(self) -> Tensor:
+        """int32, the running sum of `expert_sizes`, on the host."""
+        return torch.from_numpy(np.cumsum(self.expert_sizes, dtype=np.int32))
+
+    @cached_property
+    def segment_ends(self) -> Tensor:
+        """int32, the running sum of `segment_sizes`, on the host."""
+        return torch.from_numpy(np.cumsum(self.segment_sizes, dtype=np.int32))
+
+    @cached_property
     def num_masked(self) -> int:
         """Routes of this rank that go nowhere."""
         return self.row_of_route_N.numel() - int(self.counts_CE[self.grid.rank :: self.grid.ranks].sum())

@@ -282,7 +282,7 @@ def _product_by_expert(rows_PA: Tensor, weights_LAB: Tensor, schedule: Schedule,
     if rows_PA.is_cpu:
         if fp32:
             rows_PA, weights_LAB = rows_PA.float(), weights_LAB.float()
-        return _grouped(rows_PA, weights_LAB, schedule.expert_sizes)
+        return grouped_mm(rows_PA, weights_LAB, offs=schedule.expert_ends)  # one after the other, each as `torch.mm` would
     dtype = torch.float32 if fp32 else rows_PA.dtype
     out_PB = torch.empty(rows_PA.shape[0], weights_LAB.shape[2], dtype=dtype, device=rows_PA.device)
     sizes = schedule.expert_sizes
@@ -294,12 +294,6 @@ def _product_by_expert(rows_PA: Tensor, weights_LAB: Tensor, schedule: Schedule,
         else:
             torch.mm(operand, weights_AB, out=out)
     return out_PB
-
-
-def _grouped(a: Tensor, b: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """One product per group, in one call; a CPU makes them one after the other, each as `torch.mm` would. A group is its share
-    of the rows of a and a matrix of b [groups, ...]; or its share of the columns of a and the rows of b: [groups, ...]."""
-    return grouped_mm(a, b, offs=torch.tensor(sizes).cumsum(0).to(torch.int32))
 
 
 def _product_fp32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
@@ -394,7 +388,7 @@ def _add_weight_grads(
             for whole in (d_gate_up_PJ, x_PH, dy_PH, hidden_PI)
         )
     if grads.fresh and d_gate_up_PJ.is_cpu and lanes == tuple(range(len(lanes))):
-        _store_chains_of_one(grads, sizes, d_gate_up_PJ, x_PH, dy_PH, hidden_PI)
+        _store_chains_of_one(grads, schedule.segment_ends, d_gate_up_PJ, x_PH, dy_PH, hidden_PI)
         return
     is_first = [not grads.started[lane] and lane not in lanes[:segment] for segment, lane in enumerate(lanes)]
     joined = None if _missing(grads.gate.shape[-2]) else _joined(grads.gate, grads.up)
@@ -408,14 +402,14 @@ def _add_weight_grads(
 
 
 def _store_chains_of_one(
-    grads: GradBuffers, sizes: tuple[int, ...], d_gate_up_PJ: Tensor, x_PH: Tensor, dy_PH: Tensor, hidden_PI: Tensor
+    grads: GradBuffers, segment_ends: Tensor, d_gate_up_PJ: Tensor, x_PH: Tensor, dy_PH: Tensor, hidden_PI: Tensor
 ) -> None:
     """What `_add_weight_grads` does where every lane has one segment, in the order of the lanes: all terms at once, in memory
     of their own."""
     lanes = grads.gate.shape[0]
     width, hidden_size = grads.gate.shape[2:]
-    gate_up = _grouped(d_gate_up_PJ.t().float(), x_PH.float(), sizes)
-    down = _grouped(dy_PH.t().float(), hidden_PI.float(), sizes)
+    gate_up = grouped_mm(d_gate_up_PJ.t().float(), x_PH.float(), offs=segment_ends)
+    down = grouped_mm(dy_PH.t().float(), hidden_PI.float(), offs=segment_ends)
     gate_up, down = (terms.unflatten(0, (-1, lanes)).transpose(0, 1) for terms in (gate_up, down))
     grads.gate, grads.up = (half[:, :, :width, :hidden_size] for half in gate_up.chunk(2, dim=2))
     grads.down = down[:, :, :hidden_size, :width]
