@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from mok.grid import Call, Layout
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["ALIGNMENT", "Bank", "Exchange", "GradBuffers", "GradSink", "GradStore", "halving_tree"]
 
@@ -59,9 +62,9 @@ class Exchange(Protocol):
     def gather_shards(self, flat_N: Tensor, experts: bool) -> None:
         """Fill `flat_N`, of a bank of experts or of dense parameters, with every rank's shard; this rank's is in place."""
 
-    def fetch(self, values_N: Tensor, start: int, shard_size: int, experts: bool) -> None:
-        """Fill `values_N`, which are elements `start` and following of a flat tensor cut into shards of `shard_size`, with what
-        each rank keeps of them; what this rank keeps is in place."""
+    def fetch(self, values_N: Tensor, start: int, sharded: DTensor) -> None:
+        """Fill `values_N`, which are elements `start` and following of `sharded`, with what each rank keeps of them; what this
+        rank keeps is in place."""
 
 
 @dataclass

@@ -174,12 +174,6 @@ class Layout:
         """Which of the `world_size` shards of the dense parameters this rank keeps: cut over members, then over replicas."""
         return self.member * self.replicas + self.replica
 
-    def keeper_of_shard(self, index: int, experts: bool) -> int:
-        """The rank that keeps shard `index` of the dense parameters, or of the experts of this rank's member."""
-        if experts:
-            return index * self.ep + self.member
-        return index % self.replicas * self.ep + index // self.replicas
-
     @property
     def lanes(self) -> range:
         """The lanes this rank owns."""

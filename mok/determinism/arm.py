@@ -78,7 +78,7 @@ class Flipper:
         if (key.step, key.name) != (self._flip.step, self._flip.name) or self.done:
             return
         place = self._state.places.get(key.name)
-        if place is None or place.bank is None or place.bank.num_shards == 1:
+        if place is None or place.sharded is None:
             if not self._is_first(key.name):
                 return
         elif place.is_shared:

@@ -13,14 +13,16 @@ Update of one element, g already scaled by the clipping factor:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from mok.config import OptimConfig
 from mok.gradients import ALIGNMENT, Bank, Exchange, halving_tree
+from mok.train.places import local_shard
 
 __all__ = ["MOMENT_DTYPES", "AdamW", "ParameterGroup", "gradient_norm", "tensor_square_sums"]
 
@@ -33,10 +35,11 @@ and the calls cost little (a quarter faster than 65536 on two cores, a tenth fas
 
 @dataclass
 class ParameterGroup:
-    """Parameters with one weight decay, as flat tensors laid out by `bank`; all but `weights` are this rank's shard alone.
+    """Parameters with one weight decay, as flat tensors laid out by `bank`; all but `weights` are cut into shards.
 
     weights: what the forward reads, in the model's dtype, whole; the parameters are views of it. master: fp32, the same memory
     as the shard of `weights` where the model is fp32. exp_avg, exp_avg_sq: moments. grads: fp32, a view of the main gradients.
+    These four are DTensors where several ranks keep shards; `local` has this rank's shards as plain tensors, to compute with.
     """
 
     bank: Bank
@@ -48,14 +51,38 @@ class ParameterGroup:
     weight_decay: float
 
     @classmethod
-    def of(cls, bank: Bank, grads: Tensor, weight_decay: float, moment_dtype: torch.dtype) -> ParameterGroup:
-        """Move the parameters of `bank` into one flat tensor; the moments start at zero."""
+    def of(
+        cls,
+        bank: Bank,
+        grads: Tensor,
+        weight_decay: float,
+        moment_dtype: torch.dtype,
+        sharded: Callable[[Tensor, bool], Tensor] = lambda shard_N, experts: shard_N,
+    ) -> ParameterGroup:
+        """Move the parameters of `bank` into one flat tensor; moments start at zero. sharded: of `mok.train.ranks.Ranks`."""
         weights = bank.flat(bank.parameters[0].dtype)
         for parameter, view in zip(bank.parameters, bank.views(weights), strict=True):
             view.copy_(parameter.detach())
             parameter.data = view
-        moments = bank.flat_shard(moment_dtype), bank.flat_shard(moment_dtype)
-        return cls(bank, weights, weights[bank.shard].float(), *moments, grads[bank.shard], weight_decay)
+        shards = {
+            "master": weights[bank.shard].float(),
+            "exp_avg": bank.flat_shard(moment_dtype),
+            "exp_avg_sq": bank.flat_shard(moment_dtype),
+            "grads": grads[bank.shard],
+        }
+        stored = {name: sharded(shard_N, bank.experts) for name, shard_N in shards.items()}
+        return cls(bank, weights, weight_decay=weight_decay, **stored)
+
+    @cached_property
+    def local(self) -> ParameterGroup:
+        """The same group and memory without DTensors."""
+        return replace(
+            self,
+            master=local_shard(self.master),
+            exp_avg=local_shard(self.exp_avg),
+            exp_avg_sq=local_shard(self.exp_avg_sq),
+            grads=local_shard(self.grads),
+        )
 
     @property
     def has_master(self) -> bool:
@@ -91,10 +118,8 @@ class AdamW:
         if not scale.is_cuda and scale.isnan():
             return
         for group, numbers in zip(self.groups, self._numbers(factors, scale), strict=True):
-            if group.master.is_cuda:
-                _update_in_one_pass(group, self.config, numbers)
-            else:
-                _update_by_chunks(group, self.config, numbers)
+            update = _update_in_one_pass if group.weights.is_cuda else _update_by_chunks
+            update(group.local, self.config, numbers)
 
     def _numbers(self, factors: Tensor, scale: Tensor) -> list[Tensor]:
         """For each group (1 - b1) scale, sqrt(1 - b2) scale, eps c, lr c / (1 - b1^t) and 1 - lr wd, float64."""
@@ -165,7 +190,7 @@ def tensor_square_sums(group: ParameterGroup, matrices: Sequence[int], exchange:
     Each sum is made of fixed blocks of that tensor alone, so it is the same wherever the tensor lives or is cut.
     """
     bank = group.bank
-    blocks = _block_square_sums(group.grads)
+    blocks = _block_square_sums(group.local.grads)
     if exchange is not None:
         mine, blocks = blocks, blocks.new_zeros(bank.numel // ALIGNMENT)
         blocks[bank.shard.start // ALIGNMENT : bank.shard.stop // ALIGNMENT] = mine

@@ -1,7 +1,7 @@
-"""Where each tensor of a training state is kept: whole on this rank, or as ranges of flat tensors that ranks keep a shard of.
+"""Where each tensor of a training state is kept: whole on this rank, or as a range of a flat DTensor that ranks keep shards of.
 
 Owns the way from a name to the elements that this rank keeps, and from those of all ranks to a whole tensor. Knows nothing of
-models, files or optimizers. Read next: `Bank` in `mok/gradients.py`, which cuts flat tensors into shards.
+models, files or optimizers. Read next: `Bank` in `mok/gradients.py`, which lays tensors out in flat ones.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from mok.gradients import Bank, Exchange
+from mok.gradients import Exchange
 
-__all__ = ["Place", "boxes", "spoken_for"]
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["Place", "boxes", "local_shard", "spoken_for"]
 
 
 Box = tuple[int, tuple[int, ...], tuple[int, ...]]
@@ -48,35 +51,45 @@ def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> list[Box
     return [(origin + begin, (index, *offsets), (1, *sizes)) for begin, offsets, sizes in inner]
 
 
+def local_shard(tensor: Tensor) -> Tensor:
+    """What this rank keeps of a DTensor; any other tensor as it is."""
+    # Asking for the class would load DTensor, half a second, where one rank has none.
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 @dataclass(frozen=True)
 class Place:
     """One tensor, of which this rank keeps `kept`: elements first..first + len(kept) of the flattened tensor.
 
-    kept: flat, a view. bank, start: the bank in whose flat tensors it lies, from which element on; None for a tensor that is
-    whole here.
+    kept: flat, a view. sharded, start: the flat DTensor in which it lies, from which element on; None where one rank keeps all.
     """
 
     shape: torch.Size
     kept: Tensor
     first: int = 0
-    bank: Bank | None = None
+    sharded: DTensor | None = None
     start: int = 0
 
     @classmethod
-    def in_shard(cls, bank: Bank, flat_shard: Tensor, start: int, shape: torch.Size) -> Place:
-        """A tensor of `shape` that begins at element `start` of the bank, of whose flat tensor this rank keeps `flat_shard`."""
-        stop = start + shape.numel()
-        low = min(max(start, bank.shard.start), stop)
-        high = max(min(stop, bank.shard.stop), low)
-        kept = flat_shard[low - bank.shard.start : high - bank.shard.start] if low < high else flat_shard[:0]
-        return cls(shape, kept, low - start, bank, start)
+    def in_flat(cls, flat: Tensor, start: int, shape: torch.Size) -> Place:
+        """A tensor of `shape` that begins at element `start` of a flat tensor, which may be a DTensor."""
+        shard = local_shard(flat)
+        if shard is flat:
+            return cls(shape, flat[start : start + shape.numel()])
+        sharded = cast("DTensor", flat)
+        (chunk,) = sharded.__create_chunk_list__()
+        offset, stop = chunk.offsets[0], start + shape.numel()
+        low = min(max(start, offset), stop)
+        high = max(min(stop, offset + len(shard)), low)
+        kept = shard[low - offset : high - offset] if low < high else shard[:0]
+        return cls(shape, kept, low - start, sharded if len(shard) < len(flat) else None, start)
 
     @cached_property
     def is_shared(self) -> bool:
         """Whether several ranks keep parts of it."""
-        if self.bank is None:
+        if self.sharded is None:
             return False
-        size = self.bank.shard_size
+        size = len(local_shard(self.sharded))
         return self.start // size != (self.start + self.shape.numel() - 1) // size
 
     @cached_property
@@ -112,13 +125,13 @@ class Place:
         return self.kept.view(self.shape)
 
     def whole(self, exchange: Exchange | None) -> Tensor:
-        """The tensor: a view where this rank keeps all of it, else put together by all ranks that have the bank."""
+        """The tensor: a view where this rank keeps all of it, else put together by all ranks that keep shards."""
         if not self.is_shared:
             return self._view
-        assert self.bank is not None and exchange is not None
+        assert self.sharded is not None and exchange is not None
         values = torch.empty(self.shape.numel(), dtype=self.kept.dtype, device=self.kept.device)
         values[self.first : self.first + self.kept.numel()] = self.kept
-        exchange.fetch(values, self.start, self.bank.shard_size, self.bank.experts)
+        exchange.fetch(values, self.start, self.sharded)
         return values.view(self.shape)
 
 

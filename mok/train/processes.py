@@ -54,8 +54,9 @@ def launched_ranks() -> tuple[int, int] | None:
 class LaunchedRanks:
     """See `mok.train.ranks.Ranks`: this rank of a launch of several, once all have met.
 
-    device: this rank's. mesh: dims "replica" and "ep", rank = replica * ep + member. control: a gloo group of all ranks for
-    small facts, whatever the device. progress: where this rank is; watch: shows it to the others.
+    device: this rank's. mesh: dims "ep" and "replica", in the order in which dense tensors are cut over them; rank =
+    replica * ep + member. control: a gloo group of all ranks for small facts, whatever the device. progress: where this rank
+    is; watch: shows it to the others.
     """
 
     def __init__(
@@ -75,6 +76,12 @@ class LaunchedRanks:
         self.group = Group(layout.ep, layout.member, CollectiveTransport(positions, progress) if layout.ep > 1 else None)
         self.exchange: Exchange | None = OrderedReduction(layout, positions, lanes, progress)
         self.collective = Collective(control, progress)
+
+    def sharded(self, shard_N: Tensor, experts: bool) -> Tensor:
+        from torch.distributed.tensor import DTensor, Shard  # half a second, which a launch of one rank does not pay
+
+        mesh = self.mesh["replica"] if experts else self.mesh
+        return DTensor.from_local(shard_N, mesh, [Shard(0)] * mesh.ndim, run_check=False)
 
     def gather(self, value: T, stage: str = "agreement") -> list[T]:
         """The value of every rank, in rank order; small and picklable."""
@@ -152,7 +159,7 @@ def assemble(layout: Layout, device: torch.device, timeout_s: float) -> Launched
     control = dist.new_group(backend="gloo", timeout=limit) if device.type == "cuda" else dist.group.WORLD
     assert control is not None
     order = torch.arange(layout.world_size).view(layout.replicas, layout.ep)
-    mesh = DeviceMesh(device.type, order, mesh_dim_names=("replica", "ep"))
+    mesh = DeviceMesh(device.type, order.t(), mesh_dim_names=("ep", "replica"))
     ranks = LaunchedRanks(layout, device, mesh, control, progress, watch)
     layouts = ranks.gather((layout.grid, layout.replicas, layout.ep), "start")
     odd = next((rank for rank, found in enumerate(layouts) if found != layouts[0]), None)

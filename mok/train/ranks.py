@@ -31,6 +31,10 @@ class Ranks(Protocol):
     exchange: Exchange | None
     collective: Collective
 
+    def sharded(self, shard_N: Tensor, experts: bool) -> Tensor:
+        """This rank's shard of a bank's flat tensor as the DTensor of it, over the ranks that keep the others; the same memory.
+        The shard itself where one rank keeps all."""
+
     def gather(self, value: T) -> list[T]:
         """The value of every rank, in rank order; small Python values, known to all ranks afterwards."""
 
@@ -49,6 +53,9 @@ class OneRank:
         self.group = Group()
         self.exchange: Exchange | None = None
         self.collective = Collective()
+
+    def sharded(self, shard_N: Tensor, experts: bool) -> Tensor:
+        return shard_N
 
     def gather(self, value: T) -> list[T]:
         return [value]

@@ -8,6 +8,8 @@ Read next: `mok/gradients.py`, which calls it between the trees that one rank ca
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +18,9 @@ from mok.gradients import halving_tree
 from mok.grid import Layout
 from mok.transport.collective import all_gather
 from mok.transport.progress import Progress
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["OrderedReduction", "tree_sum"]
 
@@ -66,15 +71,15 @@ class OrderedReduction:
         if not experts:
             self._gather(whole, self._layout.member, self._positions)
 
-    def fetch(self, values_N: Tensor, start: int, shard_size: int, experts: bool) -> None:
+    def fetch(self, values_N: Tensor, start: int, sharded: DTensor) -> None:
+        keepers = sharded.device_mesh.mesh.flatten().tolist()
+        group = self._lanes if len(keepers) < self._layout.world_size else None
+        size = sharded.to_local().numel()
         stop = start + values_N.numel()
-        for shard in range(start // shard_size, -(-stop // shard_size)):
-            first, last = max(start, shard * shard_size), min(stop, (shard + 1) * shard_size)
-            keeper = self._layout.keeper_of_shard(shard, experts)
+        for shard in range(start // size, -(-stop // size)):
+            first, last = max(start, shard * size), min(stop, (shard + 1) * size)
             with self._progress.waiting("gather"):
-                dist.broadcast(
-                    values_N[first - start : last - start].view(torch.uint8), keeper, self._lanes if experts else None
-                )
+                dist.broadcast(values_N[first - start : last - start].view(torch.uint8), keepers[shard], group)
 
     def _gather(self, whole: Tensor, place: int, group: dist.ProcessGroup) -> None:
         if group.size() > 1:

@@ -168,7 +168,7 @@ class TrainState:
         self.store = GradStore(banks, layout, self.calls, embedding=tied[0] if tied else None)
         moment_dtype = MOMENT_DTYPES[config.moment_dtype]
         groups = [
-            ParameterGroup.of(bank, grads, 0.0 if bank is other else config.weight_decay, moment_dtype)
+            ParameterGroup.of(bank, grads, 0.0 if bank is other else config.weight_decay, moment_dtype, self.ranks.sharded)
             for bank, grads in zip(banks, self.store.grads, strict=True)
         ]
         self.optimizer = AdamW(groups, config)
@@ -194,7 +194,7 @@ class TrainState:
                 )
                 view = tensor.of(tensor.owner.detach())
                 start = int(view.storage_offset() - group.weights.storage_offset())
-                found[kind + tensor.name] = Place.in_shard(group.bank, flat, start, view.shape)
+                found[kind + tensor.name] = Place.in_flat(flat, start, view.shape)
         return found
 
     def _places_of(self, *, gradients: bool) -> dict[str, Place]:

@@ -22,7 +22,7 @@ __all__ = ["ForkingWorkshop", "run_distributed"]
 
 # The server imports everything once, before it has threads; each rank is forked from it in milliseconds and shares nothing.
 FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload(["mok.determinism.arm"])
+FORKSERVER.set_forkserver_preload(["mok.determinism.arm", "mok.dcp"])
 
 
 def run_distributed(function: Callable[..., Any], world_size: int, *arguments: Any, limit_s: float = 60.0) -> list[Any]:

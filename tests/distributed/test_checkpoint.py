@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from mok import checkpoint, dcp, safetensors_files
 from mok.errors import CheckpointError
@@ -46,6 +48,21 @@ def test_every_layout_reads_what_another_wrote(tmp_path: Path) -> None:
     stored = checkpoint.open_checkpoint(tmp_path / "four" / "step_000001").manifest["tensors"]
     assert set(stored) == set(state(0, 1))
     assert len(list((tmp_path / "four" / "step_000001").glob("*.safetensors"))) == 4, "each rank writes a file of its own"
+
+
+def load_by_dcp_alone(rank: int, world_size: int, folder: str) -> list[torch.Tensor]:
+    """Rows of a matrix as DTensor shards, planned by DCP's own planner."""
+    wanted = {"experts.3.w": distribute_tensor(torch.zeros(3, 5), init_device_mesh("cpu", (world_size,)), [Shard(0)])}
+    saved = checkpoint.open_checkpoint(Path(folder) / "step_000001")
+    torch.distributed.checkpoint.load(wanted, storage_reader=dcp.FolderReader(saved))
+    return [wanted["experts.3.w"].to_local(), wanted["experts.3.w"].full_tensor()]
+
+
+def test_dcp_itself_loads_shards_of_what_other_ranks_wrote(tmp_path: Path) -> None:
+    run_distributed(save, 4, str(tmp_path))
+    found = run_distributed(load_by_dcp_alone, 2, str(tmp_path))
+    assert [len(shard) for shard, _ in found] == [2, 1]
+    assert all(torch.equal(whole, torch.full((3, 5), 3.0)) for _, whole in found)
 
 
 def load_what_is_damaged(rank: int, world_size: int, folder: str) -> str:

@@ -48,9 +48,10 @@ def shards(rank: int, world_size: int) -> bool:
         expected = torch.arange(num_shards).add(value).bfloat16().repeat_interleave(8)
         flat = torch.where(torch.arange(num_shards).repeat_interleave(8) == mine, expected, -1.0)
         part = flat[5:-3].clone()
-        ranks.exchange.fetch(part, 5, 8, experts)
+        sharded = ranks.sharded(expected[8 * mine : 8 * mine + 8].clone(), experts)
+        ranks.exchange.fetch(part, 5, sharded)
         ranks.exchange.gather_shards(flat, experts)
-        same += [torch.equal(flat, expected), torch.equal(part, expected[5:-3])]
+        same += [torch.equal(flat, expected), torch.equal(part, expected[5:-3]), sharded.full_tensor().equal(expected)]
     return all(same)
 
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from mok import recipe as recipes
 from mok.config import Recipe
@@ -14,6 +15,7 @@ from mok.data.loader import IGNORED
 from mok.grid import Grid, Layout
 from mok.shapes import rank_bytes
 from mok.train.batches import Batches
+from mok.train.optim import ParameterGroup
 from mok.train.processes import assemble
 from mok.train.ranks import OneRank
 from mok.train.state import TrainState
@@ -88,10 +90,18 @@ def train_recipe(recipe: Recipe, rank: int, work: Work) -> dict:
         "reports": reports,
         "gradients": {name: tensor.clone() for name, tensor in state.gradients().items()},
         "dense": {name: tensor.clone() for name, tensor in state.tensors().items() if ".experts." not in name},
+        "stored": [stored_whole(group) for group in state.optimizer.groups if not group.bank.experts],
     }
     if layout.world_size > 1:
         ranks.watch.stop()
     return found
+
+
+def stored_whole(group: ParameterGroup) -> list[torch.Tensor]:
+    """Master weights and moments of a group, put together by DTensor itself; without the zeros that fill up the last shard."""
+    end = group.bank.starts[-1] + group.bank.parameters[-1].numel()
+    stored = (group.master, group.exp_avg, group.exp_avg_sq)
+    return [(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)[:end].clone() for tensor in stored]
 
 
 def check(works: list[Work]) -> None:
@@ -107,6 +117,9 @@ def check(works: list[Work]) -> None:
                 assert torch.equal(tensor, expected["gradients"][name]), (work, rank, name)
             for name, tensor in result["dense"].items():
                 assert torch.equal(tensor, expected["dense"][name]), (work, rank, name)
+            assert len(result["stored"]) == len(expected["stored"])
+            for here, there in zip(result["stored"], expected["stored"], strict=True):
+                assert all(torch.equal(*pair) for pair in zip(here, there, strict=True)), (work, rank)
         spoken = [name for rank in found for name in rank[i]["gradients"]]
         assert sorted(spoken) == sorted(expected["gradients"]), "one rank speaks for each gradient"
 
