@@ -47,35 +47,38 @@ def rms_norm(x, total, weight, y, rstd, width, eps, ADD: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def rms_norm_backward(
-    dy, dtotal, x, rstd, weight, dx, partial, width, num_rows, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+    dy, dtotal, x, rstd, weight, dx, partial, width, num_rows,
+    ADD: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """dx = rstd (weight dy - n mean(n weight dy)) with n = round(x rstd); partial[p] = sum over the rows of p of dy n.
     ADD: dtotal is added to the rounded dx.
 
-    Program: ROWS rows of one slice (second grid axis; num_rows rows each), in order. Reads dy, dtotal, x
-    [slices num_rows, width], rstd fp32. Writes dx like dy, partial fp32 [slices, programs, width].
+    Program: ROWS rows of one slice (second grid axis; num_rows rows each), AT_ONCE after AT_ONCE, so that memory is asked for
+    several at a time. Reads dy, dtotal, x [slices num_rows, width], rstd fp32. Writes dx like dy, partial fp32
+    [slices, programs, width].
     """
     column = tl.arange(0, BLOCK)
     inside = column < width
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
-    for i in range(ROWS):
-        local = tl.program_id(0) * ROWS + i
+    for i in range(0, ROWS, AT_ONCE):
+        local = tl.program_id(0) * ROWS + i + tl.arange(0, AT_ONCE)
         exists = local < num_rows
         row = tl.program_id(1).to(tl.int64) * num_rows + local
-        valid = inside & exists
-        scale = tl.load(rstd + row, mask=exists, other=0.0)
-        d = tl.load(dy + row * width + column, mask=valid, other=0.0).to(tl.float32)
-        values = tl.load(x + row * width + column, mask=valid, other=0.0).to(tl.float32)
-        normed = (values * scale).to(x.dtype.element_ty).to(tl.float32)
-        total += d * normed
-        d = d * w
-        mean = tl.sum(d * normed, axis=0) / width
+        valid = exists[:, None] & inside[None, :]
+        place = row[:, None] * width + column[None, :]
+        scale = tl.load(rstd + row, mask=exists, other=0.0)[:, None]
+        d = tl.load(dy + place, mask=valid, other=0.0).to(tl.float32)
+        values = tl.load(x + place, mask=valid, other=0.0).to(tl.float32)
+        normed = _normed(values, scale, x.dtype.element_ty)
+        total += tl.sum(d * normed, axis=0)
+        d = d * w[None, :]
+        mean = tl.sum(d * normed, axis=1)[:, None] / width
         found = (d - normed * mean) * scale
         if ADD:
-            residual = tl.load(dtotal + row * width + column, mask=valid, other=0.0).to(tl.float32)
+            residual = tl.load(dtotal + place, mask=valid, other=0.0).to(tl.float32)
             found = _rounded(found, dx.dtype.element_ty) + residual
-        tl.store(dx + row * width + column, found.to(dx.dtype.element_ty), mask=valid)
+        tl.store(dx + place, found.to(dx.dtype.element_ty), mask=valid)
     place = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     tl.store(partial + place * width + column, total, mask=inside)
 

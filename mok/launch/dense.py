@@ -19,6 +19,9 @@ __all__ = ["Heads", "cross_entropy", "norm_and_rotate", "norm_and_rotate_backwar
 ROWS = 16
 """Rows of a slice whose share of a weight's gradient one program sums: enough programs for a GPU at 4096 rows, and few sums."""
 
+AT_ONCE = 2
+"""Of these, how many the backward of a norm loads before it needs the first."""
+
 
 def rms_norm(x_TH: Tensor, branch_TH: Tensor | None, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(s = x + branch, in the memory of `branch`, or x where there is none; w times s over its root mean square, in the dtype
@@ -67,6 +70,7 @@ def rms_norm_backward(
             rows,
             ADD=dtotal_TH is not None,
             ROWS=ROWS,
+            AT_ONCE=AT_ONCE,
             BLOCK=block,
             num_warps=_warps(block),
             enable_fp_fusion=False,
