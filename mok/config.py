@@ -160,7 +160,7 @@ class TrainConfig:
     threads: int = key(0, "CPU threads; 0 leaves torch's default. No choice changes a bit", low=0)
     freeze: tuple[str, ...] = key((), "tensor names (shell patterns) that are not trained")
     cuda_graph: bool = key(
-        False, "on one GPU with experts by mega or staged: record the second step and replay it from then on; changes no bit"
+        True, "on one GPU with experts by mega or staged: record the second step and replay it from then on; changes no bit"
     )
 
 
