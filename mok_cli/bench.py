@@ -24,6 +24,7 @@ def bench() -> None:
 @click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="Steps of a turn.")
 @click.option("--tokens", type=click.IntRange(min=1), help="Tokens of a step; by default the recipe's.")
 @click.option("--nproc", type=click.IntRange(min=1), default=1, metavar="N", help="Time the sums over N ranks too.")
+@click.option("--digests", is_flag=True, help="Time steps that take the digests of verify-determinism too.")
 @click.option("--check/--no-check", default=True, show_default=True, help="Compare losses and gradients before timing.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
 @json_option
@@ -34,6 +35,7 @@ def train(
     steps: int,
     tokens: int | None,
     nproc: int,
+    digests: bool,
     check: bool,
     device: str,
     output: Output,
@@ -41,8 +43,9 @@ def train(
     """Whole training steps on random tokens: forward, backward, clipping, optimizer.
 
     No balance loss on either side, the same initial weights, the same tokens, blocks computed again on both sides or on none.
-    "mok, one slice" is mok without the ordered sums that make other layouts give the same bits. With --nproc, N ranks also
-    train, and their sums of gradients in the order of the contract are timed beside the backend's own all-reduce.
+    "mok, one slice" is mok without the ordered sums that make other layouts give the same bits. With --digests, "mok, digests"
+    is mok as mok verify-determinism watches it. With --nproc, N ranks also train, and their sums of gradients in the order of
+    the contract are timed beside the backend's own all-reduce.
     """
     import dataclasses
 
@@ -73,6 +76,7 @@ def train(
         steps=steps,
         check=check,
         device=choose_device(device),
+        digests=digests,
     )
     output.line(f"{'':<16}{'ms/step':>9}{'spread':>8}{'tok/s':>9}{'dense':>7}{'MiB':>8}{'repeats':>9}{'error':>9}")
     for row in report.rows:

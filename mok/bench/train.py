@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import io
 import multiprocessing
 import os
 import resource
@@ -28,6 +29,8 @@ from mok import shapes
 from mok.config import DistributedConfig, Recipe
 from mok.determinism.digest import Digester
 from mok.determinism.fingerprint import fingerprint
+from mok.determinism.observe import StepObserver
+from mok.determinism.trace import Recorder
 from mok.errors import CheckFailed, UsageError
 from mok.grid import Grid, Layout
 from mok.model.transformer import DTYPES
@@ -89,11 +92,15 @@ class _Mok:
         self._state = TrainState(recipe, vocab_size, OneRank(Layout(grid)), device)
         self._batches = GivenBatches(grid)
         self._graph: StepGraph | None = None
+        self._observer: StepObserver | None = None
+        if recipe.log.trace != "none":
+            recorder = Recorder(io.StringIO(), activations=recipe.log.trace == "activations")
+            self._observer = StepObserver(recorder, self._state.model)
 
     def step(self, inputs_BS: Tensor, targets_BS: Tensor) -> tuple[float, float]:
         self._batches.inputs, self._batches.targets = inputs_BS, targets_BS
-        report = train_step(self._state, self._batches, graph=self._graph)
-        if self._graph is None and self._state.recipe.train.cuda_graph and can_record(self._state):
+        report = train_step(self._state, self._batches, self._observer, self._graph)
+        if self._graph is None and not self._observer and self._state.recipe.train.cuda_graph and can_record(self._state):
             self._graph = StepGraph()  # as a run does after its first step
         return report.loss, report.grad_norm
 
@@ -122,10 +129,19 @@ def random_tokens(recipe: Recipe, vocab_size: int) -> Tensor:
 
 
 def bench_train(
-    recipe: Recipe, against: list[str], *, vocab_size: int, rounds: int, steps: int, check: bool, device: torch.device
+    recipe: Recipe,
+    against: list[str],
+    *,
+    vocab_size: int,
+    rounds: int,
+    steps: int,
+    check: bool,
+    device: torch.device,
+    digests: bool = False,
 ) -> TrainReport:
     """Time `rounds` turns of `steps` steps of mok on `recipe`'s grid, of mok with one slice a step, and of each peer.
 
+    digests: also of mok while it takes the digests that `mok verify-determinism` compares.
     Raises UsageError for a peer that is not known or installed, CheckFailed where a peer computes something else.
     """
     unknown = [name for name in against if name != "hf"]
@@ -134,6 +150,8 @@ def bench_train(
     lineup = [("mok", "mok", recipe)]
     if Grid.of(recipe).num_slices > 1:
         lineup.append(("mok, one slice", "mok", dataclasses.replace(recipe, distributed=DistributedConfig())))
+    if digests:
+        lineup.append(("mok, digests", "mok", dataclasses.replace(recipe, log=dataclasses.replace(recipe.log, trace="steps"))))
     lineup += [(name, name, recipe) for name in against]
     measured = _Measurement(recipe, vocab_size, rounds, steps, check)
     if device.type == "cpu":

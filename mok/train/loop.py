@@ -72,9 +72,9 @@ class Run:
             torch.set_num_threads(self.recipe.train.threads)
         keep_freed_memory()
         prepare_device(device)
-        if self.first_rank:
-            self.folder.prepare(start, self._environment())
-        self._log_to_file()
+        self._unlogged: list[str] | None = []
+        if start.resumed is None:
+            self._open_folder(start)
         recipe, grid = self.recipe, start.grid
         self.corpus = open_corpus(recipe.data, self.say)
         for notice in self.corpus.notices:
@@ -86,6 +86,7 @@ class Run:
         self.state = self._fresh_state(fill=start.resumed is None)
         if start.resumed is not None:
             self._resume(start, start.resumed)
+            self._open_folder(start)  # only now, so that a resume that fails leaves the run as it was
         self.observer: Observer | None = self._trace()
         self._graph: StepGraph | None = None
         # Nothing draws from the global generator (a trace would show it); what a user adds shall at least repeat.
@@ -124,7 +125,10 @@ class Run:
         """One line for people, from rank 0, on the console and in train.log."""
         if self.first_rank:
             self.console.print(text, markup=False)
-            log.info(text)
+            if self._unlogged is None:
+                log.info(text)
+            else:
+                self._unlogged.append(text)
 
     # ---- a step and what follows it -----------------------------------------------------------------------------------
 
@@ -340,17 +344,23 @@ class Run:
             group.transport.name if group.transport else "collective",
         )
 
-    def _log_to_file(self) -> None:
-        if self.first_rank:
-            handler = logging.FileHandler(self.folder.log, encoding="utf-8")
-            handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-            package = logging.getLogger("mok")
-            for old in [old for old in package.handlers if isinstance(old, logging.FileHandler)]:
-                package.removeHandler(old)
-                old.close()
-            package.addHandler(handler)
-            package.setLevel(logging.INFO)
-            package.propagate = False
+    def _open_folder(self, start: Start) -> None:
+        """Make or take over the run folder, and write to its train.log what was said so far and will be said."""
+        if not self.first_rank:
+            return
+        self.folder.prepare(start, self._environment())
+        handler = logging.FileHandler(self.folder.log, encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        package = logging.getLogger("mok")
+        for old in [old for old in package.handlers if isinstance(old, logging.FileHandler)]:
+            package.removeHandler(old)
+            old.close()
+        package.addHandler(handler)
+        package.setLevel(logging.INFO)
+        package.propagate = False
+        said, self._unlogged = self._unlogged or [], None
+        for text in said:
+            log.info(text)
 
     def _trace(self) -> Observer | None:
         """What `log.trace` asks for: digests of each step, one file per rank."""

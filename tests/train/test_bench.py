@@ -10,8 +10,9 @@ import torch
 
 from mok import shapes
 from mok.bench.reduction import bench_reduction
-from mok.bench.train import _Measurement, bench_train
+from mok.bench.train import _Measurement, _Mok, bench_train
 from mok.config import DistributedConfig, ModelConfig, MoEConfig, OptimConfig, Recipe, TrainConfig
+from mok.determinism.trace import Recorder
 from mok.errors import CheckFailed, UsageError
 
 RECIPE = Recipe(
@@ -26,9 +27,10 @@ RECIPE = Recipe(
 @pytest.mark.interop
 def test_a_report_beside_transformers() -> None:
     pytest.importorskip("transformers")
-    report = bench_train(RECIPE, ["hf"], vocab_size=64, rounds=2, steps=2, check=True, device=CPU)
-    assert [row.name for row in report.rows] == ["mok", "mok, one slice", "hf"]
-    ours, _, theirs = report.rows
+    report = bench_train(RECIPE, ["hf"], vocab_size=64, rounds=2, steps=2, check=True, device=CPU, digests=True)
+    assert [row.name for row in report.rows] == ["mok", "mok, one slice", "mok, digests", "hf"]
+    ours, _, recorded, theirs = report.rows
+    assert recorded.relative_error == 0
     assert ours.relative_error is None and theirs.relative_error is not None and theirs.relative_error < 1e-4
     assert ours.bitwise_repeatable
     assert ours.ratio_to["hf"] == theirs.median_ms / ours.median_ms
@@ -70,6 +72,16 @@ def test_a_peer_that_computes_something_else_is_not_timed() -> None:
     with pytest.raises(CheckFailed, match=r"hf: losses and gradient norms differ by 1\.0e-02") as caught:
         one_by_one.take([("hf", wrong)])
     assert caught.value.exit_code == 3 and wrong.asked == ["check"]
+
+
+def test_a_contestant_takes_digests_without_another_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(Recorder, "see_all", lambda self, phase, tensors: seen.append((phase, len(tensors))))
+    inputs_BS, targets_BS = torch.arange(4 * 32).view(4, 32) % 64, torch.arange(1, 4 * 32 + 1).view(4, 32) % 64
+    traced = dataclasses.replace(RECIPE, log=dataclasses.replace(RECIPE.log, trace="steps"))
+    plain, recorded = (_Mok(recipe, 64, CPU) for recipe in (RECIPE, traced))
+    assert plain.step(inputs_BS, targets_BS) == recorded.step(inputs_BS, targets_BS)
+    assert {phase for phase, _ in seen} == {"data", "router", "forward", "reduce", "optimizer"}
 
 
 def test_a_peer_that_is_not_known_is_refused() -> None:

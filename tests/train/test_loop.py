@@ -33,6 +33,7 @@ def test_lines_metrics_and_files_of_a_run(tmp_path: Path) -> None:
         (False, False), (False, False), (True, False), (False, True), (False, False), (True, True),
     ]  # fmt: skip
     assert metrics[5]["train/loss"] < metrics[0]["train/loss"]
+    assert (folder / "train.log").read_text().count("parameters on this rank") == 1
     assert {"environment.json", "recipe.toml", "train.log", "samples.jsonl", "tokenizer.json"} <= set(os.listdir(folder))
     assert json.loads((folder / "environment.json").read_text())["kernels"] == {"backend": "torch"}
     assert sorted(os.listdir(folder / "checkpoints")) == ["latest", "step_000004", "step_000006"]
@@ -129,8 +130,13 @@ def test_a_checkpoint_that_does_not_fit_or_is_damaged_ends_the_resume(tmp_path: 
     content = bytearray(file.read_bytes())
     content[-9] ^= 4
     file.write_bytes(content)
+    with (tmp_path / "run/metrics.jsonl").open("a") as later:
+        later.write('{"step": 3}\n')  # of a run that was killed: dropped by a resume that succeeds
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(CheckpointError, match="checksums differ"):
         make_run(tmp_path, steps=2, resume="auto")
+    after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert after == before, "a resume that failed changed the run"
     with pytest.raises(CheckpointError, match="no checkpoint here"):
         make_run(tmp_path, steps=2, resume=str(tmp_path / "nowhere"))
     manifest = json.loads((path / "manifest.json").read_text())

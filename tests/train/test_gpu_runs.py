@@ -1,0 +1,79 @@
+"""Whole runs on GPUs, as they are typed: what is set before CUDA starts; cold caches and ranks choose the same kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.runs import RECIPE, arguments
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+SIZES = (
+    *("model.hidden_size=128", "model.num_layers=2", "moe.num_experts=8", "moe.intermediate_size=64", "train.dtype=bf16"),
+    *("distributed.lanes=2", "distributed.slices=2", "log.trace=steps", "sample.every=0", "checkpoint.every=0"),
+)
+
+
+def start(folder: Path, name: str, *options: str) -> subprocess.Popen[str]:
+    """Three steps into folder / name, with a cache of compiled kernels that is empty, and nothing set for cuBLAS."""
+    overrides = [word for entry in arguments(folder, *SIZES) for word in ("--set", entry)]
+    words = ["train", str(RECIPE), *overrides, "--out", str(folder / name), "--steps", "3", "--device", "cuda", *options]
+    environment = {key: value for key, value in os.environ.items() if key != "CUBLAS_WORKSPACE_CONFIG"}
+    environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(folder / f"cache-{name}")}
+    command = [sys.executable, "-m", "mok_cli", *words]
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def outcome(process: subprocess.Popen[str], run: Path) -> tuple[dict[str, Any], dict[str, dict[str, str]], str]:
+    """(environment, every digest of every step, digest of the final state)."""
+    printed, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, printed
+    digests: dict[str, dict[str, str]] = {}
+    for file in sorted((run / "trace").glob("rank_*.jsonl")):
+        for line in map(json.loads, file.read_text().splitlines()):
+            for phase, found in line["digests"].items():
+                digests.setdefault(f"step {line['step']}, {phase}", {}).update(found)
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    return json.loads((run / "environment.json").read_text()), digests, last["state_sha256"]
+
+
+def test_cold_caches_choose_the_same_kernels_and_give_the_same_bits(tmp_path: Path) -> None:
+    processes = [start(tmp_path, name) for name in ("first", "second")]
+    first, second = (outcome(process, tmp_path / name) for process, name in zip(processes, ("first", "second"), strict=True))
+    assert first[0]["cublas_workspace"] == ":4096:8", "the command sets it before CUDA starts, and records it"
+    assert first[0]["kernels"] and first[0]["kernels"] == second[0]["kernels"]
+    assert any("reduce" in key for key in first[1]) and first[1] == second[1]
+    assert first[2] == second[2]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_choose_the_kernels_of_one_and_give_its_bits(tmp_path: Path) -> None:
+    alone = outcome(start(tmp_path, "alone", "--set", "moe.transport=collective"), tmp_path / "alone")
+    options = ("--nproc", "2", "--set", "moe.ep=1", "--set", "moe.transport=collective")
+    together = outcome(start(tmp_path, "together", *options), tmp_path / "together")
+    assert together[0]["kernels"] == alone[0]["kernels"]
+    assert together[1] == alone[1] and together[2] == alone[2]
+
+
+def test_the_library_refuses_a_cuda_that_started_without_its_workspace() -> None:
+    code = (
+        "import torch; torch.ones(1, device='cuda')\n"
+        "from mok.determinism import verify_step; from mok.errors import UsageError\n"
+        "try: verify_step(lambda: (torch.nn.Linear(1, 1), lambda n: torch.ones(())))\n"
+        "except UsageError as error: print(error)"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "CUBLAS_WORKSPACE_CONFIG"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=True
+    )
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("CUBLAS_WORKSPACE_CONFIG is not set and CUDA has already started; set it to :4096:8"), line
