@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from mok.backends import choose
 from mok.backends.interface import ExpertWeights, LayerShape, Options, SharedWeights
 from mok.errors import UsageError
-from mok.gradients import GradBuffers, halving_tree
+from mok.gradients import GradBuffers, add_product, halving_tree
 from mok.grid import CallGrid
 from mok.schedule import Schedule, build_schedule, count_routes
 from mok.transport.interface import RowTransport
@@ -106,7 +106,7 @@ class _Experts(torch.autograd.Function):
             operands = ((found.shared.d_gate_up_TJ, x_TH), (dy_TH, found.shared.hidden_TS))
             for i, (weight, (dy, x)) in enumerate(zip(shared, operands, strict=True)):
                 if needs_shared[i]:
-                    shared_grads[i] = _dense_gradient(weight, dy, x)
+                    shared_grads[i] = add_product(weight, dy, x)
         return found.dx_TH, found.dweights_TK, found.dshared_scale_T, None, None, *routed_grads, *shared_grads
 
 
@@ -171,18 +171,3 @@ class _RoutedSink:
                 halving_tree(terms, out)
             found.append(total.to(weight.dtype) if trainer is None else None)
         return tuple(found)
-
-
-def _dense_gradient(weight: Tensor, dy_TN: Tensor, x_TK: Tensor) -> Tensor | None:
-    """dy^T x into the weight's sink or `main_grad`, or returned for `.grad`."""
-    sink = getattr(weight, "grad_sink", None)
-    if sink is not None:
-        sink.product(dy_TN, x_TK)
-        return None
-    wide = torch.float64 if x_TK.dtype == torch.float64 else torch.float32
-    gradient = dy_TN.to(wide).t() @ x_TK.to(wide)
-    main = getattr(weight, "main_grad", None)
-    if main is not None:
-        main.add_(gradient)
-        return None
-    return gradient.to(weight.dtype)

@@ -21,7 +21,18 @@ from mok.grid import Call, Layout
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["ALIGNMENT", "Bank", "Exchange", "GradBuffers", "GradSink", "GradStore", "halving_tree"]
+__all__ = [
+    "ALIGNMENT",
+    "Bank",
+    "Exchange",
+    "GradBuffers",
+    "GradSink",
+    "GradStore",
+    "add_gradient",
+    "add_product",
+    "halving_tree",
+    "slices_of",
+]
 
 # Elements. Every tensor of a bank starts on a multiple of it, so that blocks of a reduction never straddle two tensors
 # (an expert's matrix, I x H with both multiples of 16, fills whole blocks) and every GEMM operand is aligned.
@@ -169,10 +180,6 @@ class GradSink:
             torch.bmm(dy_CsN.float().transpose(1, 2), x_CsK.float(), out=terms)
         self.add(terms[:, : self._rows.shape[1]])
 
-    def column_sums(self, dy_TN: Tensor) -> None:
-        """Add the sum of `dy` over the tokens of each slice: the gradient [N] of a bias or of a norm's weight."""
-        self.add(dy_TN.view(self.num_slices, -1, dy_TN.shape[-1]).sum(1, dtype=torch.float32))
-
     def add(self, terms: Tensor) -> None:
         """Add `terms` [slices, *shape], fp32, which are destroyed."""
         store = self._store
@@ -202,13 +209,50 @@ class GradSink:
         return self._store.call.cells == (cell,) and not self._started[cell] and self._rows.shape[0] == 1
 
 
-def _matmul_fp32(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """out = a @ b in fp32, whatever the operands' dtype. On the CPU they are widened: oneDNN's bf16 weight gradients depend on
-    the number of threads for contractions of 2048 and more."""
-    if a.is_cuda and a.dtype != torch.float32:
-        torch.mm(a, b, out_dtype=torch.float32, out=out)
-    else:
-        torch.mm(a.float(), b.float(), out=out)
+def _matmul_fp32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a @ b in fp32, whatever the operands' dtype (float64 stays), in `out` or new memory. On the CPU they are widened:
+    oneDNN's bf16 weight gradients depend on the number of threads for contractions of 2048 and more."""
+    if a.is_cuda and a.dtype not in (torch.float32, torch.float64):
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    return torch.mm(a.to(wide), b.to(wide), out=out)
+
+
+def slices_of(weight: Tensor) -> int:
+    """How many slices the gradient of a weight is summed up in: those of the call, or one where no trainer asks for more."""
+    sink = getattr(weight, "grad_sink", None)
+    return 1 if sink is None else sink.num_slices
+
+
+def add_gradient(weight: Tensor, terms: Tensor) -> Tensor | None:
+    """Put a gradient where it belongs: into the `grad_sink` of `weight`, into its `main_grad`, or, returned in the weight's
+    dtype, into `.grad`. Every layer's weight gradients but those of routed experts come this way.
+
+    terms: [slices, *shape], fp32 or float64, one for each of `slices_of(weight)`; destroyed. None is returned where autograd
+    has nothing left to do, for weights that are not trained too.
+    """
+    if not weight.requires_grad:
+        return None
+    sink = getattr(weight, "grad_sink", None)
+    if sink is not None:
+        sink.add(terms)
+        return None
+    total = terms.sum(0)
+    main = getattr(weight, "main_grad", None)
+    if main is None:
+        return total.to(weight.dtype)
+    main.add_(total)
+    return None
+
+
+def add_product(weight: Tensor, dy_TN: Tensor, x_TK: Tensor) -> Tensor | None:
+    """`add_gradient` of dy^T x, contracted over the tokens of each slice in fp32: the gradient [N, K] of a linear layer."""
+    sink = getattr(weight, "grad_sink", None)
+    if sink is None:
+        return add_gradient(weight, _matmul_fp32(dy_TN.t(), x_TK).unsqueeze(0))
+    if weight.requires_grad:
+        sink.product(dy_TN, x_TK)
+    return None
 
 
 class GradStore:

@@ -18,8 +18,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mok.config import ModelConfig
+from mok.gradients import add_gradient, slices_of
 from mok.model.linear import linear
-from mok.model.norm import rms_norm_backward, rms_normed, slices_of, weight_gradient
+from mok.model.norm import rms_norm_backward, rms_normed
 
 __all__ = ["Attention", "Rotary"]
 
@@ -142,7 +143,7 @@ class _Heads(torch.autograd.Function):
             dws.append(dw)
         if ctx.kind == "head":
             dws = [dw.sum(1) for dw in dws[0].split([num_q, num_kv], 1)]
-        dw_q, dw_k = (weight_gradient(weight, dw) for weight, dw in zip(ctx.parameters, dws, strict=True))
+        dw_q, dw_k = (add_gradient(weight, dw) for weight, dw in zip(ctx.parameters, dws, strict=True))
         return dheads_BSXD, dw_q, dw_k, None, None, None, None
 
 
@@ -208,7 +209,7 @@ class _HeadsOnGpu(torch.autograd.Function):
             slices = 1 if parameter is None else slices_of(parameter)
             dy = dqk_BSXD[:, :, part.first : part.first + part.count]
             dw_CX = dense.norm_and_rotate_backward(dy, heads_BSXD, part, weight, cos, sin, rstd, dheads_BSXD, slices)
-            found.append(None if dw_CX is None else weight_gradient(parameter, dw_CX))
+            found.append(None if dw_CX is None else add_gradient(parameter, dw_CX))
         return dheads_BSXD, found[0], found[1], None, None, None, None
 
 

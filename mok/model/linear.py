@@ -1,9 +1,9 @@
 """Linear layers and the embedding, with explicit backward passes.
 
 Owns the two guarantees of rules 3 and 7 of docs/numerics.md for dense weights: a row of a product depends on that row and the
-weights alone, and weight gradients are computed slice by slice into the parameter's `grad_sink` (`mok/gradients.py`). A
-parameter without a sink gets an ordinary `.grad`. The sink is looked up on the parameter itself, since what checkpointing gives
-back for a saved parameter is another tensor. Knows nothing of what the layers are for.
+weights alone, and weight gradients are computed slice by slice (`mok/gradients.py`). Where they go is looked up on the
+parameter itself, since what checkpointing gives back for a saved parameter is another tensor. Knows nothing of what the layers
+are for.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from mok.gradients import add_gradient, add_product, slices_of
 
 __all__ = ["ROWS", "embedding", "linear", "matmul_rows"]
 
@@ -44,24 +46,12 @@ class _Linear(torch.autograd.Function):
         x_TK, w_NK = ctx.saved_tensors
         weight, bias = ctx.parameters
         dx_TK = matmul_rows(dy_TN, w_NK) if ctx.needs_input_grad[0] else None
-        dw_NK = db_N = None
-        if ctx.needs_input_grad[1]:
-            sink = getattr(weight, "grad_sink", None)
-            if sink is None:
-                dw_NK = dy_TN.t() @ x_TK
-            else:
-                sink.product(dy_TN, x_TK)
+        dw_NK = add_product(weight, dy_TN, x_TK) if ctx.needs_input_grad[1] else None
+        db_N = None
         if ctx.needs_input_grad[2]:
-            db_N = _bias_gradient(bias, dy_TN)
+            dy_CsN = dy_TN.view(slices_of(bias), -1, dy_TN.shape[1])
+            db_N = add_gradient(bias, dy_CsN.sum(1, dtype=torch.promote_types(dy_TN.dtype, torch.float32)))
         return dx_TK, dw_NK, db_N
-
-
-def _bias_gradient(b_N: Tensor, dy_TN: Tensor) -> Tensor | None:
-    sink = getattr(b_N, "grad_sink", None)
-    if sink is None:
-        return dy_TN.sum(0)
-    sink.column_sums(dy_TN)
-    return None
 
 
 def linear(x_TK: Tensor, w_NK: Tensor, b_N: Tensor | None = None) -> Tensor:

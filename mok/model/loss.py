@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mok.gradients import add_product
 from mok.model.linear import matmul_rows
 from mok.model.norm import has_kernels
 
@@ -61,13 +62,7 @@ def head_loss_and_gradient(
         losses_T = cross_entropy(dlogits_TV, vocab_size, targets_T, IGNORED, scale)
     else:
         losses_T, dlogits_TV = _losses_and_gradient(hidden_TH, w_VH, vocab_size, targets_T, scale)
-    dw_VH = None
-    if w_VH.requires_grad:
-        sink = getattr(w_VH, "grad_sink", None)
-        if sink is None:
-            dw_VH = dlogits_TV.t() @ hidden_TH
-        else:
-            sink.product(dlogits_TV, hidden_TH)
+    dw_VH = add_product(w_VH, dlogits_TV, hidden_TH) if w_VH.requires_grad else None
     return losses_T, matmul_rows(dlogits_TV, w_VH), dw_VH
 
 

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-__all__ = ["RMSNorm", "add_and_norm", "has_kernels", "rms_norm_backward", "rms_normed", "slices_of", "weight_gradient"]
+from mok.gradients import add_gradient, slices_of
+
+__all__ = ["RMSNorm", "add_and_norm", "has_kernels", "rms_norm_backward", "rms_normed"]
 
 
 def rms_normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -63,7 +65,7 @@ class _RMSNorm(torch.autograd.Function):
         dx_TH = dx_TH.to(dy_TH.dtype)
         if dtotal_TH is not None:
             dx_TH.add_(dtotal_TH)
-        return dx_TH, dx_TH if ctx.needs_input_grad[1] else None, weight_gradient(ctx.parameter, dw_CH), None
+        return dx_TH, dx_TH if ctx.needs_input_grad[1] else None, add_gradient(ctx.parameter, dw_CH), None
 
 
 class _OnGpu(torch.autograd.Function):
@@ -86,29 +88,12 @@ class _OnGpu(torch.autograd.Function):
 
         x_TH, rstd_T, w_H = ctx.saved_tensors
         dx_TH, dw_CH = dense.rms_norm_backward(dy_TH, dtotal_TH, x_TH, rstd_T, w_H, slices_of(ctx.parameter))
-        return dx_TH, dx_TH if ctx.needs_input_grad[1] else None, weight_gradient(ctx.parameter, dw_CH), None
+        return dx_TH, dx_TH if ctx.needs_input_grad[1] else None, add_gradient(ctx.parameter, dw_CH), None
 
 
 def has_kernels(x: Tensor) -> bool:
     """Whether the kernels of `mok/launch/dense.py` compute on x; the plain functions also know fp64 and CPUs."""
     return x.is_cuda and x.dtype != torch.float64
-
-
-def slices_of(weight: Tensor) -> int:
-    """How many slices the gradient of a weight is summed up in: those of the call, or one where no trainer asks for more."""
-    sink = getattr(weight, "grad_sink", None)
-    return 1 if sink is None else sink.num_slices
-
-
-def weight_gradient(weight: Tensor, per_slice: Tensor) -> Tensor | None:
-    """Hand fp32 gradients [slices, *shape] to the weight's sink; without one, what autograd is to put into `.grad`."""
-    sink = getattr(weight, "grad_sink", None)
-    if not weight.requires_grad:
-        return None
-    if sink is None:
-        return per_slice.sum(0).to(weight.dtype)
-    sink.add(per_slice)
-    return None
 
 
 def add_and_norm(x_TH: Tensor, branch_TH: Tensor | None, w_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:

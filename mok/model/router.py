@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mok.errors import NonFiniteError, UsageError
+from mok.gradients import add_gradient, add_product, slices_of
 from mok.grid import CallGrid
 from mok.launch.status import HostCopy
 
@@ -217,7 +218,7 @@ class _RouterLinear(torch.autograd.Function):
             if ctx.needs_input_grad[0]:
                 dx_TH = torch.mm(parts_TX, w_EH.repeat(3, 1))
             if ctx.needs_input_grad[1]:
-                dw_EH = _weight_gradient(ctx.parameter, parts_TX, x_TH)
+                dw_EH = add_gradient(ctx.parameter, _sum_of_products(parts_TX, x_TH, slices_of(ctx.parameter)))
             return dx_TH, dw_EH
         if ctx.needs_input_grad[0]:
             rows, columns = -x_TH.shape[0] % GEMM_MULTIPLE, -x_TH.shape[1] % GEMM_MULTIPLE
@@ -225,13 +226,7 @@ class _RouterLinear(torch.autograd.Function):
             dlogits = F.pad(dlogits_TE, (0, 0, 0, rows)) if rows else dlogits_TE
             dx_TH = torch.mm(dlogits, w)[: x_TH.shape[0], : x_TH.shape[1]].to(x_TH.dtype)
         if ctx.needs_input_grad[1]:
-            sink, main = getattr(ctx.parameter, "grad_sink", None), getattr(ctx.parameter, "main_grad", None)
-            if sink is not None:
-                sink.product(dlogits_TE, _wide(x_TH))
-            elif main is not None:
-                main.add_(dlogits_TE.t() @ _wide(x_TH))
-            else:
-                dw_EH = (dlogits_TE.t() @ _wide(x_TH)).to(w_EH.dtype)
+            dw_EH = add_product(ctx.parameter, dlogits_TE, _wide(x_TH))
         return dx_TH, dw_EH
 
 
@@ -250,20 +245,11 @@ def _three_parts(values_TE: Tensor) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def _weight_gradient(weight: Tensor, parts_TX: Tensor, x_TH: Tensor) -> Tensor | None:
-    """The sum over the three parts of parts^T x, slice by slice into the weight's sink, or where else gradients go."""
-    sink, main = getattr(weight, "grad_sink", None), getattr(weight, "main_grad", None)
-    slices = 1 if sink is None else sink.num_slices
-    pairs = zip(parts_TX.chunk(slices), x_TH.chunk(slices), strict=True)
+def _sum_of_products(parts_TX: Tensor, x_TH: Tensor, num_slices: int) -> Tensor:
+    """[slices, E, H]: the sum over the three parts of parts^T x, for each slice."""
+    pairs = zip(parts_TX.chunk(num_slices), x_TH.chunk(num_slices), strict=True)
     products = [torch.mm(parts.t(), x, out_dtype=torch.float32) for parts, x in pairs]
-    terms_CEH = torch.stack([product.unflatten(0, (3, -1)).sum(0) for product in products])
-    if sink is not None:
-        sink.add(terms_CEH)
-    elif main is not None:
-        main.add_(terms_CEH[0])
-    else:
-        return terms_CEH[0].to(weight.dtype)
-    return None
+    return torch.stack([product.unflatten(0, (3, -1)).sum(0) for product in products])
 
 
 class _Route(torch.autograd.Function):
