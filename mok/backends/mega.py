@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from mok.backends.interface import ExpertWeights, InputGrads, LayerShape, Options, SharedGrads
+from mok.backends.quantization import coded_weight, why_not_coded
 from mok.errors import UsageError
 from mok.gradients import GradBuffers
 from mok.grid import CallGrid
 from mok.quantization import Quantization
 
 if TYPE_CHECKING:  # Triton is missing on some systems, and `why_not` must be able to say so
+    from mok.launch.coded import CodedWeights
     from mok.launch.config import KernelConfig
     from mok.launch.mega import Gradients
     from mok.launch.plan import DevicePlan
@@ -47,7 +49,7 @@ class MegaSchedule:
 @dataclass(frozen=True)
 class Saved:
     """What the backward needs. gate_rows, up_rows: pre-activations [P, I], which the backward overwrites with their gradients;
-    None where they are computed again."""
+    None where they are computed again. codes: the routed weights where they are quantised, else None."""
 
     schedule: MegaSchedule
     options: Options
@@ -64,6 +66,7 @@ class Saved:
     shared_scale_T: Tensor | None
     shared_gate_rows: Tensor | None
     shared_up_rows: Tensor | None
+    codes: CodedWeights | None
 
 
 def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device, quantization: Quantization | None = None) -> list[str]:
@@ -79,18 +82,23 @@ def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device, quantiz
     facts = device_facts(device)
     reasons = [UNSUPPORTED] if UNSUPPORTED else []
     if quantization is not None:
-        reasons.append(f"{quantization.format}: its products take operands in bf16 only")
+        reasons += why_not_coded(quantization, shape.shared_size)
+        if shape.shared_size:
+            reasons.append("shared experts beside 8-bit routed ones are not built into it: use moe.backend = staged")
     if dtype != torch.bfloat16:
         reasons.append(f"dtype {dtype}: computes in torch.bfloat16 only")
-    return reasons + config_why_not(settings(shape, device), shape, facts)
+    return reasons + config_why_not(settings(shape, device), shape, facts, quantization is not None)
 
 
 def build_schedule(expert_ids_TK: Tensor, shape: LayerShape, grid: CallGrid, options: Options) -> MegaSchedule:
     """The plan of a call, made on the device. Ids out of range are taken as masked, and left in the layer's status word."""
+    from mok.launch.coded import code_box
     from mok.launch.mega import row_box
     from mok.launch.plan import plan_on_device
 
     config = options.kernel or settings(shape, expert_ids_TK.device, expert_ids_TK.shape[0])
+    coded = options.quantization is not None
+    row_units = row_box(shape.hidden_size).units_per_block
     plan = plan_on_device(
         expert_ids_TK,
         shape.num_experts,
@@ -99,7 +107,8 @@ def build_schedule(expert_ids_TK: Tensor, shape: LayerShape, grid: CallGrid, opt
         config.forward_order,
         config.backward_order,
         grid=grid,
-        units=row_box(shape.hidden_size).units_per_block,
+        units=code_box(shape.hidden_size).units_per_block if coded else row_units,
+        row_units=row_units if coded else None,
         again=options.recompute != "none",
         shared_size=shape.shared_size,
         layer=options.layer,
@@ -118,6 +127,7 @@ def forward(
     """y[t] = sum over slots k of weights[t, k] * expert(ids[t, k])(x[t]), then + scale[t] * shared(x[t]), rounded once to bf16;
     and what `backward` needs.
     """
+    from mok.launch import coded
     from mok.launch import mega as launch
 
     x_TH, weights_TK = x_TH.contiguous(), weights_TK.contiguous()
@@ -127,18 +137,17 @@ def forward(
         gate_SH, up_SH = experts.shared.gate_up_JH.chunk(2)
         shared_weights = launch.Weights(*(_copyable(w.unsqueeze(0)) for w in (gate_SH, up_SH, experts.shared.down_HS)))
         shared = launch.Shared(shared_weights, None if shared_scale_T is None else shared_scale_T.contiguous())
-    y_TH = torch.empty_like(x_TH)
-    if x_TH.shape[0]:
-        y_TH, kept = launch.forward(
-            x_TH,
-            weights_TK,
-            weights,
-            schedule.plan,
-            schedule.config,
-            clamp=options.clamp,
-            keep=options.recompute == "none",
-            shared=shared,
-        )
+    codes = None
+    if options.quantization is not None:
+        form, cache = options.quantization.of_blocks, options.weight_cache
+        named = zip(weights._fields, weights, strict=True)
+        codes = coded.CodedWeights(*(coded_weight(name, weight, form, cache) for name, weight in named))
+    y_TH, plan, config = torch.empty_like(x_TH), schedule.plan, schedule.config
+    clamp, keep = options.clamp, options.recompute == "none"
+    if x_TH.shape[0] and codes is not None:
+        y_TH, kept = coded.forward(x_TH, weights_TK, codes, plan, config, clamp=clamp, keep=keep)
+    elif x_TH.shape[0]:
+        y_TH, kept = launch.forward(x_TH, weights_TK, weights, plan, config, clamp=clamp, keep=keep, shared=shared)
     gate_rows, up_rows, shared_gate_rows, shared_up_rows = kept or (None, None, None, None)
     shared_gate, shared_up, shared_down = shared_weights or (None, None, None)
     return y_TH, Saved(
@@ -155,11 +164,13 @@ def forward(
         shared_scale_T,
         shared_gate_rows,
         shared_up_rows,
+        codes,
     )
 
 
 def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGrads:
     """Gradients of the inputs; those of the expert weights are continued, or begun, in the lane of the call (None: frozen)."""
+    from mok.launch import coded
     from mok.launch import mega as launch
 
     schedule, x_TH, dy_TH = saved.schedule, saved.x_TH, dy_TH.contiguous()
@@ -168,22 +179,16 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
         return _no_tokens(saved, gradients)
     shared = kept = None
     if saved.shared_gate_1SH is not None and saved.shared_up_1SH is not None and saved.shared_down_1HS is not None:
-        weights = launch.Weights(saved.shared_gate_1SH, saved.shared_up_1SH, saved.shared_down_1HS)
-        shared = launch.Shared(weights, None if saved.shared_scale_T is None else saved.shared_scale_T.contiguous())
+        shared_weights = launch.Weights(saved.shared_gate_1SH, saved.shared_up_1SH, saved.shared_down_1HS)
+        shared = launch.Shared(shared_weights, None if saved.shared_scale_T is None else saved.shared_scale_T.contiguous())
     if saved.gate_rows is not None and saved.up_rows is not None:
         kept = launch.Kept(saved.gate_rows, saved.up_rows, saved.shared_gate_rows, saved.shared_up_rows)
-    found = launch.backward(
-        dy_TH,
-        x_TH,
-        saved.weights_TK,
-        launch.Weights(saved.gate_LIH, saved.up_LIH, saved.down_LHI),
-        kept,
-        schedule.plan,
-        gradients,
-        schedule.config,
-        clamp=saved.options.clamp,
-        shared=shared,
-    )
+    weights_TK, plan, config, clamp = saved.weights_TK, schedule.plan, schedule.config, saved.options.clamp
+    if saved.codes is not None:
+        found = coded.backward(dy_TH, x_TH, weights_TK, saved.codes, kept, plan, gradients, config, clamp=clamp)
+    else:
+        weights = launch.Weights(saved.gate_LIH, saved.up_LIH, saved.down_LHI)
+        found = launch.backward(dy_TH, x_TH, weights_TK, weights, kept, plan, gradients, config, clamp=clamp, shared=shared)
     # Autograd must refuse a second backward through them.
     torch.autograd.graph.increment_version([rows for rows in kept or () if rows is not None])
     shared_grads = None

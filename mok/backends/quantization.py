@@ -9,15 +9,30 @@ Plain PyTorch on a CPU, `mok/launch/quantize.py` on a GPU, with the same bits. K
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from mok.quantization import Format
+from mok.quantization import Format, Quantization
 
-__all__ = ["Operand", "WeightCache", "pack_rows", "round_row_groups", "round_rows", "round_weight", "unpack_rows"]
+if TYPE_CHECKING:  # it needs Triton
+    from mok.launch.quantize import CodedWeight
+
+__all__ = [
+    "Operand",
+    "WeightCache",
+    "coded_weight",
+    "pack_rows",
+    "round_row_groups",
+    "round_rows",
+    "round_weight",
+    "unpack_rows",
+    "why_not_coded",
+]
+
+Weight = TypeVar("Weight")
 
 
 class Operand(NamedTuple):
@@ -31,15 +46,39 @@ class WeightCache:
     """The rounded weights of one layer, kept from call to call until their owner says that the weights have changed."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, Operand] = {}
+        self._kept: dict[str, object] = {}
 
-    def get(self, name: str, make: Callable[[], Operand]) -> Operand:
+    def get(self, name: str, make: Callable[[], Weight]) -> Weight:
         if name not in self._kept:
             self._kept[name] = make()
-        return self._kept[name]
+        return cast("Weight", self._kept[name])
 
     def clear(self) -> None:
         self._kept.clear()
+
+
+def why_not_coded(quantization: Quantization, shared_size: int) -> list[str]:
+    """Why kernels whose products take 8-bit codes cannot compute it, in words; empty if they can."""
+    reasons = []
+    if not quantization.of_blocks.square_weights:
+        reasons.append(f"{quantization.format}: its products take 8-bit operands in blocks of 128 (fp8_block) only")
+    if quantization.weight_gradients:
+        reasons.append("quantize_weight_gradients: its weight gradients take operands in bf16 only")
+    if quantization.dispatch:
+        reasons.append("quantize_dispatch: its weight gradients need rows in bf16")
+    if quantization.shared_experts and shared_size:
+        reasons.append("quantize_shared_experts: its shared experts take operands in bf16 only")
+    return reasons
+
+
+def coded_weight(name: str, w_LAB: Tensor, form: Format, cache: WeightCache | None) -> CodedWeight:
+    """Codes of a stack of weights on a GPU, both orientations, from the layer's cache if it has one."""
+    from mok.launch.quantize import quantize_weight
+
+    def make() -> CodedWeight:
+        return quantize_weight(w_LAB, form.block)
+
+    return make() if cache is None else cache.get(f"codes of {name}", make)
 
 
 def round_rows(x_MC: Tensor, block: int) -> Tensor:

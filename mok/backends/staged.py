@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mok.backends.interface import ExpertWeights, InputGrads, LayerShape, Options, SharedGrads
+from mok.backends.quantization import coded_weight, why_not_coded
 from mok.errors import UsageError
 from mok.gradients import GradBuffers
 from mok.grid import CallGrid
@@ -24,6 +25,7 @@ from mok.transport.peer import PeerTransport
 if TYPE_CHECKING:  # Triton is missing on some systems, and `why_not` must be able to say so
     from mok.launch.peer import PeerPlan
     from mok.launch.plan import DevicePlan
+    from mok.launch.quantize import CodedWeight
     from mok.launch.staged import StagedConfig
 
 __all__ = ["TRANSPORTS", "Saved", "StagedSchedule", "backward", "build_schedule", "forward", "settings", "why_not"]
@@ -36,6 +38,8 @@ SIZE_MULTIPLE = 16
 
 OLDEST_CAPABILITY = (8, 0)
 """The first GPUs with bf16 tensor cores and asynchronous copies."""
+
+OLDEST_CODED_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class StagedSchedule:
 @dataclass(frozen=True)
 class Saved:
     """What the backward needs. gate_up_2PI, shared_gate_up_2TS: pre-activations, None where they are computed again; the
-    backward overwrites them with their gradients."""
+    backward overwrites them with their gradients. codes: of gate, up and down where they are quantised, else None."""
 
     schedule: StagedSchedule
     shared_plan: DevicePlan | None
@@ -69,6 +73,7 @@ class Saved:
     shared_down_HS: Tensor | None
     shared_scale_T: Tensor | None
     shared_gate_up_2TS: Tensor | None
+    codes: tuple[CodedWeight, CodedWeight, CodedWeight] | None
 
 
 def settings(shape: LayerShape, device: torch.device, tokens: int | None = None) -> StagedConfig:
@@ -89,7 +94,9 @@ def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device, quantiz
         major, minor = torch.cuda.get_device_capability(device)
         reasons.append(f"compute capability {major}.{minor}: needs 8.0 or newer")
     if quantization is not None:
-        reasons.append(f"{quantization.format}: its products take operands in bf16 only")
+        reasons += why_not_coded(quantization, shape.shared_size)
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_CODED_CAPABILITY:
+            reasons.append(f"{quantization.format}: needs compute capability 8.9, the first with products of 8-bit floats")
     if dtype != torch.bfloat16:
         reasons.append(f"dtype {dtype}: computes in torch.bfloat16 only")
     sizes = {"hidden": shape.hidden_size, "intermediate": shape.intermediate_size, "shared intermediate": shape.shared_size}
@@ -144,9 +151,17 @@ def forward(
     if schedule.peers is not None:
         peer.send_tokens(schedule.peers, x=x_TH)
     bring("x", x_TH, x_rows, schedule)
-    launch.gate_up(x_rows, gate_LIH, up_LIH, h_rows, gate_up_2PI, plan, options.clamp, gpu, config)
     y_rows = x_rows  # every row of x has been read
-    launch.down(h_rows, down_LHI, y_rows, plan, gpu, config)
+    codes = None
+    if options.quantization is None:
+        launch.gate_up(x_rows, gate_LIH, up_LIH, h_rows, gate_up_2PI, plan, options.clamp, gpu, config)
+        launch.down(h_rows, down_LHI, y_rows, plan, gpu, config)
+    else:
+        form, cache = options.quantization.of_blocks, options.weight_cache
+        gate, up = coded_weight("gate", gate_LIH, form, cache), coded_weight("up", up_LIH, form, cache)
+        codes = gate, up, coded_weight("down", down_LHI, form, cache)
+        launch.gate_up(launch.coded_rows(x_rows), gate, up, h_rows, gate_up_2PI, plan, options.clamp, gpu, config)
+        launch.down(launch.coded_rows(h_rows), codes[2], y_rows, plan, gpu, config)
     if schedule.peers is not None:
         peer.return_rows(schedule.peers, y_rows)
 
@@ -177,6 +192,7 @@ def forward(
         shared_down_HS=down_HS,
         shared_scale_T=shared_scale_T,
         shared_gate_up_2TS=shared_gate_up_2TS,
+        codes=codes,
     )
 
 
@@ -205,13 +221,18 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     if gate_up_2PI is None:
         gate_up_2PI = dy_TH.new_empty(2, rows, width)
         bring("x", saved.x_TH, rows_PH, schedule)
-        launch.gate_up(rows_PH, saved.gate_LIH, saved.up_LIH, wh_rows, gate_up_2PI, plan, clamp, gpu, config)
+        if saved.codes is None:
+            launch.gate_up(rows_PH, saved.gate_LIH, saved.up_LIH, wh_rows, gate_up_2PI, plan, clamp, gpu, config)
+        else:
+            gate, up, _ = saved.codes
+            launch.gate_up(launch.coded_rows(rows_PH), gate, up, wh_rows, gate_up_2PI, plan, clamp, gpu, config)
     else:
         torch.autograd.graph.increment_version(gate_up_2PI)
     partial = launch.partial_sums(rows, width, dy_TH.device)
     dweights_TK = torch.empty_like(saved.weights_TK)
     bring("dy", dy_TH, rows_PH, schedule)
-    launch.dh(rows_PH, saved.down_LHI, gate_up_2PI, wh_rows, partial, weights, weighted_plan, clamp, gpu, config)
+    dy_rows, down = (rows_PH, saved.down_LHI) if saved.codes is None else (launch.coded_rows(rows_PH), saved.codes[2])
+    launch.dh(dy_rows, down, gate_up_2PI, wh_rows, partial, weights, weighted_plan, clamp, gpu, config)
     dx_rows = rows_PH
     if peers is None:
         launch.route_weight_gradients(partial, plan, dweights_TK)
@@ -220,7 +241,7 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
         dx_rows = torch.empty_like(rows_PH)
         x_rows = torch.empty_like(rows_PH)
         bring("x", saved.x_TH, x_rows, schedule)
-        launch.dx(gate_up_2PI, saved.gate_LIH, saved.up_LIH, dx_rows, plan, gpu, config)
+        rows_towards_x(gate_up_2PI, saved, dx_rows, config)
         peer.return_rows(peers, dx_rows, partial)
     if grads is not None:
         lane = saved.schedule.grid.lane_of_segment[0]
@@ -233,7 +254,7 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
         with launch.plain_rows(grads.gate[lane]) as d_gate_LIH, launch.plain_rows(grads.up[lane]) as d_up_LIH:
             launch.gate_up_gradients(gate_up_2PI, x_rows, d_gate_LIH, d_up_LIH, started, plan, gpu, config)
     if peers is None:
-        launch.dx(gate_up_2PI, saved.gate_LIH, saved.up_LIH, dx_rows, plan, gpu, config)
+        rows_towards_x(gate_up_2PI, saved, dx_rows, config)
 
     shared = dscale_T = shared_dx_rows = None
     if saved.shared_plan is not None:
@@ -243,6 +264,18 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     if peers is not None:
         peer.take_sums(peers, dweights_TK)
     return InputGrads(dx_TH, dweights_TK, dscale_T, shared)
+
+
+def rows_towards_x(d_gate_up_2PI: Tensor, saved: Saved, dx_rows: Tensor, config: StagedConfig) -> None:
+    """dx of every row, from d(gate) and d(up)."""
+    from mok.launch import staged as launch
+
+    plan, gpu = saved.schedule.plan, launch.gpu_of(dx_rows.device)
+    if saved.codes is None:
+        launch.dx(d_gate_up_2PI, saved.gate_LIH, saved.up_LIH, dx_rows, plan, gpu, config)
+    else:
+        dgate, dup = launch.coded_rows(d_gate_up_2PI[0]), launch.coded_rows(d_gate_up_2PI[1])
+        launch.dx((dgate, dup), saved.codes[0], saved.codes[1], dx_rows, plan, gpu, config)
 
 
 def bring(region: str, values_TH: Tensor, rows_PH: Tensor, schedule: StagedSchedule) -> None:

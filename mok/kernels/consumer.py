@@ -9,6 +9,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from mok.kernels.coded import (
+    BLOCK,
+    beside,
+    halves,
+    multiply_backward,
+    multiply_forward,
+    packed,
+    quantize_packed,
+    quantize_piece,
+)
 from mok.kernels.gluon_compat import barrier, record
 from mok.kernels.mover import combine_rest
 from mok.kernels.ring import ACCUMULATOR, GRADIENT_PIECE, HALF_M, PIECE_N, TILE, Cursor, is_skipped, sigmoid, to_bf16_and_back
@@ -26,20 +36,16 @@ class Sums:
 
 
 @gluon.jit
-def halves(x, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Left and right half of the columns; registers only."""
-    return x.reshape([ROWS, 2, COLUMNS // 2]).permute([0, 2, 1]).split()
-
-
-@gluon.jit
-def beside(left, right, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """The inverse of `halves`: [ROWS, COLUMNS] from two [ROWS, COLUMNS / 2]."""
-    return gl.join(left, right).permute([0, 2, 1]).reshape([ROWS, COLUMNS])
-
-
-@gluon.jit
 def quarters(accumulator):
     left, right = halves(accumulator, HALF_M, TILE_N)
+    q0, q1 = halves(left, HALF_M, TILE_N // 2)
+    q2, q3 = halves(right, HALF_M, TILE_N // 2)
+    return q0, q1, q2, q3
+
+
+@gluon.jit
+def quarters_of_halves(left, right):
+    """As `quarters`, of an accumulator that is held as two halves of its columns."""
     q0, q1 = halves(left, HALF_M, TILE_N // 2)
     q2, q3 = halves(right, HALF_M, TILE_N // 2)
     return q0, q1, q2, q3
@@ -154,6 +160,21 @@ def finish_gate_up(accumulator, pieces, at, KEEP: gl.constexpr, CLAMP: gl.conste
 
 
 @gluon.jit
+def finish_gate_up_coded(gate, up, pieces, at, KEEP: gl.constexpr, CLAMP: gl.constexpr):
+    """As `finish_gate_up`, from gate and up [HALF_M, 2 PIECE_N] each, but h, rounded to bf16, is quantised: one piece."""
+    gate = to_bf16_and_back(gate)
+    up = to_bf16_and_back(up)
+    limited_gate, limited_up = limited(gate, up, CLAMP)
+    h = to_bf16_and_back((limited_gate * sigmoid(limited_gate)) * limited_up)
+    wait_for_slots(pieces, at, 1)
+    at = quantize_piece(h, pieces, at)
+    hand_over(pieces, at, 1)
+    if KEEP:
+        at = place_quarters(quarters_of_halves(gate, up), pieces, at)
+    return at
+
+
+@gluon.jit
 def finish_rows(accumulator, pieces, at):
     """Round once; four pieces from left to right."""
     return place_quarters(quarters(accumulator), pieces, at)
@@ -222,7 +243,7 @@ def swiglu_backward(dh, raw_gate, raw_up, weight, CLAMP: gl.constexpr):
 
 @gluon.jit
 def finish_dh(
-    accumulator,
+    q,
     ring,
     ring_at,
     pieces,
@@ -232,14 +253,14 @@ def finish_dh(
     task,
     HAS_SHARED: gl.constexpr,
     CLAMP: gl.constexpr,
+    CODED: gl.constexpr,
     WG: gl.constexpr,
 ):
-    """SwiGLU backward of a dH tile; the router weight w of each row enters here, once, in fp32.
+    """SwiGLU backward of a dH tile, given in quarters; the router weight w of each row enters here, once, in fp32.
 
-    Per 64 columns three pieces: h * w, d(gate), d(up). Per 128 columns one partial sum of dH * h (dH without w, h as stored),
-    from which the router weight's gradient is chained.
+    Per 64 columns three pieces: h * w, d(gate), d(up). If CODED, per 128 columns two more: d(gate) and d(up), quantised. Per
+    128 columns one partial sum of dH * h (dH without w, h as stored), from which the router weight's gradient is chained.
     """
-    q = quarters(accumulator)
     layout: gl.constexpr = q[0].type.layout
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
     total = gl.zeros([HALF_M], gl.float32, of_rows)
@@ -256,6 +277,9 @@ def finish_dh(
         product_0, h_0, dgate_0, dup_0 = swiglu_backward(dh[0], raw_gate[0], raw_up[0], weight, CLAMP)
         wait_for_slots(pieces, at, 3)  # here, so that the other half's values take no registers before
         product_1, h_1, dgate_1, dup_1 = swiglu_backward(dh[1], raw_gate[1], raw_up[1], weight, CLAMP)
+        if CODED:
+            dgate = packed(dgate_0, dgate_1)
+            dup = packed(dup_0, dup_1)
         total += gl.convert_layout(column_sum(product_0 + product_1), of_rows)
         if j == 1:
             first_total = total
@@ -264,6 +288,15 @@ def finish_dh(
         at = place(beside(dgate_0, dgate_1, HALF_M, PIECE_N), pieces, at)
         at = place(beside(dup_0, dup_1, HALF_M, PIECE_N), pieces, at)
         hand_over(pieces, at, 3)
+        if CODED:
+            if j % 2 == 0:
+                left_dgate = dgate
+                left_dup = dup
+            else:
+                wait_for_slots(pieces, at, 2)
+                at = quantize_packed(left_dgate, dgate, pieces, at)
+                at = quantize_packed(left_dup, dup, pieces, at)
+                hand_over(pieces, at, 2)
     # Last: a fence in front of the pieces would wait for these stores.
     # Read again, so that they hold no registers until here.
     rows = gl.load(task + ROW) + WG * HALF_M + gl.arange(0, HALF_M, of_rows)
@@ -311,6 +344,7 @@ def consume(
     moves,
     rest,
     sums,
+    weight_scales,
     started,
     KEEP: gl.constexpr,
     CLAMP: gl.constexpr,
@@ -327,10 +361,19 @@ def consume(
         if is_skipped(kind, steps, started, LAST):
             pass
         elif (WG == 1) & (gl.load(task + HALF) != 0):
-            ring_at = pass_over(ring, ring_at, steps + gl.where(kind == DH, 4, 0))
+            stages = steps
+            if job.coded:
+                stages = steps * TILE_C // BLOCK  # no task of a weight gradient is half a tile
+            ring_at = pass_over(ring, ring_at, stages + gl.where(kind == DH, 4, 0))
         else:
             accumulator = gl.zeros([HALF_M, TILE_N], gl.float32, ACCUMULATOR)
-            if not BACKWARD:
+            if not BACKWARD and job.coded:
+                left, right, ring_at = multiply_forward(ring, ring_at, task, kind, steps, weight_scales, WG)
+                if kind == GATE_UP:
+                    at = finish_gate_up_coded(left, right, pieces, at, KEEP, CLAMP)
+                else:
+                    at = place_quarters(quarters_of_halves(left, right), pieces, at)
+            elif not BACKWARD:
                 accumulator, ring_at = multiply(ring, ring_at, accumulator, steps, False, False, WG)
                 if kind == GATE_UP:
                     at = finish_gate_up(accumulator, pieces, at, KEEP, CLAMP)
@@ -338,17 +381,26 @@ def consume(
                     at = finish_rows(accumulator, pieces, at)
             elif job.again and kind == GATE_UP:
                 # gate and up side by side, rounded as the forward rounded them
-                accumulator, ring_at = multiply(ring, ring_at, accumulator, steps, False, False, WG)
-                at = finish_rows(accumulator, pieces, at)
+                if job.coded:
+                    left, right, ring_at = multiply_forward(ring, ring_at, task, kind, steps, weight_scales, WG)
+                    at = place_quarters(quarters_of_halves(left, right), pieces, at)
+                else:
+                    accumulator, ring_at = multiply(ring, ring_at, accumulator, steps, False, False, WG)
+                    at = finish_rows(accumulator, pieces, at)
             elif kind <= DX:
-                accumulator, ring_at = multiply(ring, ring_at, accumulator, steps, False, True, WG)
+                if job.coded:
+                    left, right, ring_at = multiply_backward(ring, ring_at, task, kind, steps, weight_scales, WG)
+                    q = quarters_of_halves(left, right)
+                else:
+                    accumulator, ring_at = multiply(ring, ring_at, accumulator, steps, False, True, WG)
+                    q = quarters(accumulator)
                 if kind == DH:
-                    layout: gl.constexpr = gl.SliceLayout(1, quarters(accumulator)[0].type.layout)
+                    layout: gl.constexpr = gl.SliceLayout(1, q[0].type.layout)
                     rows_here = gl.load(task + ROW) + WG * HALF_M + gl.arange(0, HALF_M, layout)
                     weight = weight_of_rows(moves, task, rows_here, rows_here >= 0)
-                    ring_at, at = finish_dh(accumulator, ring, ring_at, pieces, at, weight, sums, task, job.shared, CLAMP, WG)
+                    ring_at, at = finish_dh(q, ring, ring_at, pieces, at, weight, sums, task, job.shared, CLAMP, job.coded, WG)
                 else:
-                    at = finish_rows(accumulator, pieces, at)
+                    at = place_quarters(q, pieces, at)
             else:
                 if (started != 0) & (steps > 0):
                     accumulator, ring_at = take_gradient(accumulator, ring, ring_at, WG)

@@ -194,6 +194,7 @@ def mega_forward(
         TRACED,
         HAS_SHARED,
         False,
+        False,
     )
     total_target = num_rows // ROW_BLOCK * ((PARTS * PART + TILE_N - 1) // TILE_N)
     moves = Moves(
@@ -217,7 +218,7 @@ def mega_forward(
                 (finish, (job, ring, accumulators, pieces, moves, rest, sums, 0, KEEP, CLAMP, False, DX)),
                 (multiply, (job, ring, accumulators, 0, False, DX)),
                 (produce, (job, loads, shared_loads, ring, 0, False, DX)),
-                (move_forward, (job, x, x_rows_boxes, y_rows_boxes, moves, groups)),
+                (move_forward, (job, x, x_rows_boxes, y_rows_boxes, moves, moves, groups)),
                 (send, (job, stores, shared_stores, pieces, 0, False, DX)),
             ],
             [1, 1, 1, 1],
@@ -226,10 +227,10 @@ def mega_forward(
     else:
         gl.warp_specialize(
             [
-                (consume, (job, ring, pieces_0, moves, rest, sums, 0, KEEP, CLAMP, False, DX, 0)),
-                (consume, (job, ring, pieces_1, moves, rest, sums, 0, KEEP, CLAMP, False, DX, 1)),
+                (consume, (job, ring, pieces_0, moves, rest, sums, 0, 0, KEEP, CLAMP, False, DX, 0)),
+                (consume, (job, ring, pieces_1, moves, rest, sums, 0, 0, KEEP, CLAMP, False, DX, 1)),
                 (produce, (job, loads, shared_loads, ring, 0, False, DX)),
-                (move_forward, (job, x, x_rows_boxes, y_rows_boxes, moves, groups)),
+                (move_forward, (job, x, x_rows_boxes, y_rows_boxes, moves, moves, groups)),
                 (store, (job, stores, shared_stores, pieces_0, 0, False, DX, 0)),
                 (store, (job, stores, shared_stores, pieces_1, 0, False, DX, 1)),
             ],
@@ -340,6 +341,7 @@ def mega_backward(
         TRACED,
         HAS_SHARED,
         AGAIN,
+        False,
     )
     total_target = num_rows // ROW_BLOCK * ((PARTS * PART + TILE_N - 1) // TILE_N)
     moves = Moves(
@@ -392,8 +394,8 @@ def mega_backward(
     else:
         gl.warp_specialize(
             [
-                (consume, (job, ring, pieces_0, moves, rest, sums, started, True, CLAMP, True, LAST, 0)),
-                (consume, (job, ring, pieces_1, moves, rest, sums, started, True, CLAMP, True, LAST, 1)),
+                (consume, (job, ring, pieces_0, moves, rest, sums, 0, started, True, CLAMP, True, LAST, 0)),
+                (consume, (job, ring, pieces_1, moves, rest, sums, 0, started, True, CLAMP, True, LAST, 1)),
                 (produce, (job, loads, shared_loads, ring, started, True, LAST)),
                 (
                     move_backward,

@@ -293,9 +293,10 @@ def combine_rest(
 
 
 @gluon.jit
-def move_forward(job, x, x_rows, y_rows, moves, groups):
+def move_forward(job, x, x_rows, y_rows, x_moves, moves, groups):
+    """x_moves: how rows of x travel, which may be codes; moves: how rows of y do."""
     at = Cursor(gl.to_tensor(0), gl.to_tensor(0), MOVER_SLOTS)
-    at = dispatch(job, x, x_rows, moves, at, 1, False, 0, False)
+    at = dispatch(job, x, x_rows, x_moves, at, 1, False, 0, False)
     combine(job, y_rows, moves, groups, at, True)
 
 
@@ -308,5 +309,21 @@ def move_backward(
         at = dispatch(job, x, x_rows, moves, at, again_counter, False, 0, False)
     at = dispatch(job, dy, dy_rows, moves, at, 1, False, dy_free, job.again)
     if LAST > DX:
+        at = dispatch(job, x, x_rows, moves, at, x_counter, True, x_free, True)
+    combine(job, dx_rows, moves, groups, at, False)
+
+
+@gluon.jit
+def move_backward_coded(
+    job, x_codes, x_code_rows, dy_codes, dy_code_rows, dy, dy_rows, x, x_rows, dx_rows, code_moves, moves, groups, dy_counter,
+    x_counter, x_free, again_counter, LAST: gl.constexpr,
+):  # fmt: skip
+    """As `move_backward`; tiles multiply codes, moved as `code_moves` say, and only weight gradients read rows of dy and x."""
+    at = Cursor(gl.to_tensor(0), gl.to_tensor(0), MOVER_SLOTS)
+    if job.again:
+        at = dispatch(job, x_codes, x_code_rows, code_moves, at, again_counter, False, 0, False)
+    at = dispatch(job, dy_codes, dy_code_rows, code_moves, at, 1, False, 0, False)
+    if LAST > DX:
+        at = dispatch(job, dy, dy_rows, moves, at, dy_counter, True, 0, False)
         at = dispatch(job, x, x_rows, moves, at, x_counter, True, x_free, True)
     combine(job, dx_rows, moves, groups, at, False)

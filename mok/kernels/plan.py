@@ -427,7 +427,8 @@ def write_weight_tasks(
     tiles_before,
     hidden_size,
     intermediate_size,
-    units,
+    row_units,
+    dy_counter,
     num_blocks_max,
     WIDTH: tl.constexpr,
 ):
@@ -469,8 +470,10 @@ def write_weight_tasks(
     dhidden_of_expert = 1 + 3 * num_blocks_max + expert
     records = with_field(records, WAIT0, dhidden_of_expert)
     records = with_field(records, WAIT0_TARGET, blocks * columns_i)
-    records = with_field(records, WAIT1, tl.where(is_down, 0, dhidden_of_expert + num_experts))
-    records = with_field(records, WAIT1_TARGET, tl.where(is_down, 0, blocks * units))
+    dy_rows = tl.where(dy_counter > 0, dy_counter + expert, 0)
+    dy_target = tl.where(dy_counter > 0, blocks * row_units, 0)
+    records = with_field(records, WAIT1, tl.where(is_down, dy_rows, dhidden_of_expert + num_experts))
+    records = with_field(records, WAIT1_TARGET, tl.where(is_down, dy_target, blocks * row_units))
     records = with_field(records, SIGNAL0, dhidden_of_expert + tl.where(is_down, 2, 3) * num_experts)
     records = with_field(records, SIGNAL1, tl.full((WIDTH,), -1, tl.int32))
     records = with_field(records, PART, part)
@@ -496,6 +499,8 @@ def write_tasks(
     hidden_size,
     intermediate_size,
     units,
+    row_units,
+    dy_counter,
     num_blocks_max,
     forward_programs,
     backward_programs,
@@ -532,7 +537,7 @@ def write_tasks(
     else:
         write_weight_tasks(
             backward_tasks, program - forward_programs - backward_programs - again_programs, expert_start, mtile_start,
-            num_experts, tiles_again + columns_i, hidden_size, intermediate_size, units, num_blocks_max, WIDTH,
+            num_experts, tiles_again + columns_i, hidden_size, intermediate_size, row_units, dy_counter, num_blocks_max, WIDTH,
         )  # fmt: skip
 
 

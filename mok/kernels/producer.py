@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from mok.kernels.coded import load_coded_backward, load_coded_forward
 from mok.kernels.gluon_compat import tma_load
 from mok.kernels.ring import (
     EXPERT_TILE,
@@ -183,12 +184,18 @@ def produce(job, loads, shared_loads, ring, started, BACKWARD: gl.constexpr, LAS
         if skipped:
             pass
         elif not BACKWARD:
-            if job.shared and shared:
+            if job.coded:
+                at = load_coded_forward(loads, ring, at, kind, expert, row, column, steps)
+            elif job.shared and shared:
                 at = load_forward(shared_loads, ring, at, kind, expert, row, column, steps)
             else:
                 at = load_forward(loads, ring, at, kind, expert, row, column, steps)
         elif kind <= DX:
-            if job.shared and shared:
+            if job.coded:
+                at = load_coded_backward(loads, ring, at, kind, expert, row, column, steps, job.again)
+                if kind == DH:
+                    at = load_gate_up_pieces(loads, ring, at, row, column)
+            elif job.shared and shared:
                 at = load_backward(shared_loads, ring, at, kind, expert, row, column, steps, job.again)
             else:
                 at = load_backward(loads, ring, at, kind, expert, row, column, steps, job.again)

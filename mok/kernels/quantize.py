@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["quantize_tiles"]
+__all__ = ["quantize_tiles", "quantize_weights"]
 
 FRACTION_OF_448 = tl.constexpr(0x600000)  # 448 = 1.75 * 2^8
 INFINITY = tl.constexpr(0x7F800000)
@@ -80,3 +80,31 @@ def quantize_tiles(
         scale = scale_code(tl.max(magnitude, axis=0))
         tl.store(column_scales + group.to(tl.int64) * num_columns + columns, scale.to(tl.uint8), mask=columns < num_columns)
         tl.store(column_codes + places, encode(values, scale[None, :]), mask=inside)
+
+
+@triton.jit
+def quantize_weights(
+    w, codes, transposed, scales, num_rows, num_columns, expert_stride, row_stride, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Codes of a stack of weights, row by row and transposed, with one scale for BLOCK x BLOCK values.
+
+    Program: one block: (block of columns, block of rows, expert).
+    Reads: w bf16 or fp32 [L, num_rows, num_columns], both sizes multiples of BLOCK.
+    Writes: codes uint8 [L, num_rows, num_columns], transposed uint8 [L, num_columns, num_rows], scales uint8
+        [L, num_rows / BLOCK, num_columns / BLOCK].
+    Waits and signals: nothing
+    Example, BLOCK = 2: [[448, -0.0], [1, 0]] make codes [[0x7E, 0x80], [0x38, 0x00]], transposed [[0x7E, 0x38],
+        [0x80, 0x00]] and the scale 2^0 (code 127).
+    """
+    expert = tl.program_id(2).to(tl.int64)
+    rows = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(w + expert * expert_stride + rows[:, None] * row_stride + columns[None, :]).to(tl.float32)
+    magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    scale = scale_code(tl.max(tl.max(magnitude, axis=1), axis=0))
+    place = (expert * (num_rows // BLOCK) + tl.program_id(1)) * (num_columns // BLOCK) + tl.program_id(0)
+    tl.store(scales + place, scale.to(tl.uint8))
+    found = encode(values, scale)
+    first = expert * num_rows * num_columns
+    tl.store(codes + first + rows[:, None] * num_columns + columns[None, :], found)
+    tl.store(transposed + first + columns[:, None] * num_rows + rows[None, :], tl.trans(found))

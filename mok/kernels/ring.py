@@ -84,7 +84,8 @@ class Pieces:
 class Job:
     """What all roles walk: tasks, counters, the row and task counts that the planner left on the device, the status word.
 
-    shared: whether tasks of shared experts are among them; again: whether a backward computes gate and up again.
+    shared: whether tasks of shared experts are among them; again: whether a backward computes gate and up again; coded: whether
+    products but those of weight gradients take 8-bit operands (`mok/kernels/coded.py`).
     """
 
     tasks: gl.tensor
@@ -96,6 +97,7 @@ class Job:
     traced: gl.constexpr
     shared: gl.constexpr
     again: gl.constexpr
+    coded: gl.constexpr
 
 
 @gluon.jit

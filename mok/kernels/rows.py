@@ -37,6 +37,29 @@ def dispatch_rows(
 
 
 @triton.jit
+def dispatch_scales(
+    scales, scales_of_rows, route_of_row_P, sizes, num_blocks, max_rows, top_k, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """scales_of_rows[b, p] = scales[route_of_row[p] // K, b]: what belongs to the codes of a row, block by block; 0 where a row
+    holds no route.
+
+    Program: ROWS rows (first grid axis), BLOCKS blocks (second). Rows past `sizes`' count are left alone. Reads scales uint8
+    [T, num_blocks]. Writes scales_of_rows uint8 [num_blocks, max_rows].
+    Example, K = 2, one block: routes (5, -1, 0) make the scales of tokens 2, none, 0.
+    """
+    num_rows = tl.load(sizes + SIZE_ROWS)
+    if tl.program_id(0) * ROWS < num_rows:
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+        route = tl.load(route_of_row_P + row, mask=row < num_rows, other=-1)
+        inside = (block < num_blocks)[:, None] & (route >= 0)[None, :]
+        source = scales + (route // top_k).to(tl.int64)[None, :] * num_blocks + block[:, None]
+        codes = tl.load(source, mask=inside, other=0)
+        exists = (block < num_blocks)[:, None] & (row < num_rows)[None, :]
+        tl.store(scales_of_rows + block.to(tl.int64)[:, None] * max_rows + row[None, :], codes, mask=exists)
+
+
+@triton.jit
 def combine_rows(
     y_rows, row_of_route_N, weights_N, shared, shared_scale_T, out, width, out_stride,
     K: tl.constexpr, WEIGHTED: tl.constexpr, SHARED: tl.constexpr, SCALED: tl.constexpr, COLUMNS: tl.constexpr,

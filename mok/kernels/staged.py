@@ -5,7 +5,8 @@ bit for bit that of `mok/kernels/mega.py` where both run: bf16 operands, one fp3
 order, one rounding at the end. Knows nothing of torch, of how a table is made or of what waits for what: the launches of
 `mok/launch/staged.py` follow one another, so every operand is there. Read next: `mok/kernels/rows.py`, which moves rows.
 
-Operands of products come as descriptors or as pointers with sizes, see `load_block`; row buffers are one matrix of them.
+Operands of products come as descriptors or as pointers with sizes, see `load_block`; row buffers are one matrix of them. With
+`scales`, they are 8-bit codes that run along the contraction on both sides: `multiply_coded`.
 A tile is 128 rows by 256 columns (gate_up: 128 columns of gate and the same of up), worked on BLOCK_N columns at a time and
 BLOCK_C contraction elements a step. Neither choice changes a bit, nor does the number of programs. Every launch switches fused
 multiply-add off. Rows past the end of a half tile, and columns past the width, are computed and not stored.
@@ -18,6 +19,7 @@ import triton.language as tl
 
 from mok.kernels.tasks import EXPERT, FIELDS, HALF, PART, ROW, ROW_BLOCK, SIZE_MTILES, STEPS, TILE_C, TILE_M, TILE_N, M, N
 
+CODED_C = tl.constexpr(128)  # contraction elements that share a scale where operands are 8-bit codes
 SUM_COLUMNS = tl.constexpr(128)  # columns of one partial sum of the router weight's gradient
 
 
@@ -94,13 +96,40 @@ def store_columns(target, row, valid, column, width, values, COLUMNS: tl.constex
     tl.store(target + first + places, values.to(target.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def scale_of(code):
+    """2^(code - 127) in fp32; see `mok.kernels.coded.scale_of`."""
+    code = code.to(tl.int32)
+    return tl.where(code == 0, 0x400000, code << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def multiply_coded(
+    total, rows, row_scales, max_rows, weight, weight_scales, stride, row, valid, expert, column, blocks, COLUMNS: tl.constexpr
+):
+    """total + rows[row, :] weight[expert, column:column + COLUMNS, :]^T of 8-bit codes, a block of 128 contraction elements
+    at a time: its products from zero, times both scales, added with one rounding.
+
+    row_scales: E8M0 [blocks, max_rows]. weight_scales: pointer to that of the first block, the next ones `stride` apart.
+    """
+    for block in range(blocks):
+        a = load_block(rows, 0, row, block * CODED_C, TILE_M, CODED_C)
+        b = load_block(weight, expert, column, block * CODED_C, COLUMNS, CODED_C)
+        places = tl.cast(block, tl.int64) * max_rows + row + tl.arange(0, TILE_M)
+        row_scale = scale_of(tl.load(row_scales + places, mask=valid, other=0))
+        factor = row_scale * scale_of(tl.load(weight_scales + block * stride))
+        product, factor = tl.broadcast(tl.dot(a, b.T), factor[:, None])
+        total = tl.fma(product, factor, total)
+    return total
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Forward
 
 
 @triton.jit
 def gate_up_tile(
-    task, x_rows, gate, up, h_rows, gate_rows, up_rows, width, steps,
+    task, x_rows, gate, up, scales, h_rows, gate_rows, up_rows, width, steps,
     KEEP: tl.constexpr, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """h = silu(g) * u with g = x gate_e^T and u = x up_e^T, each rounded first, so that a backward recomputes exactly this h.
@@ -116,10 +145,19 @@ def gate_up_tile(
         column = first_column(task) + part * COLUMNS
         g = tl.zeros((TILE_M, COLUMNS), tl.float32)
         u = tl.zeros((TILE_M, COLUMNS), tl.float32)
-        for step in range(steps):
-            x = load_block(x_rows, 0, row, step * BLOCK_C, TILE_M, BLOCK_C)
-            g = tl.dot(x, load_block(gate, expert, column, step * BLOCK_C, COLUMNS, BLOCK_C).T, g)
-            u = tl.dot(x, load_block(up, expert, column, step * BLOCK_C, COLUMNS, BLOCK_C).T, u)
+        if scales is not None:
+            first = (expert * (width // CODED_C) + column // CODED_C) * steps
+            g = multiply_coded(
+                g, x_rows, scales[0], scales[1], gate, scales[2] + first, 1, row, valid, expert, column, steps, COLUMNS
+            )  # fmt: skip
+            u = multiply_coded(
+                u, x_rows, scales[0], scales[1], up, scales[3] + first, 1, row, valid, expert, column, steps, COLUMNS
+            )  # fmt: skip
+        else:
+            for step in range(steps):
+                x = load_block(x_rows, 0, row, step * BLOCK_C, TILE_M, BLOCK_C)
+                g = tl.dot(x, load_block(gate, expert, column, step * BLOCK_C, COLUMNS, BLOCK_C).T, g)
+                u = tl.dot(x, load_block(up, expert, column, step * BLOCK_C, COLUMNS, BLOCK_C).T, u)
         g = g.to(tl.bfloat16)
         u = u.to(tl.bfloat16)
         if KEEP:
@@ -131,7 +169,7 @@ def gate_up_tile(
 
 
 @triton.jit
-def down_tile(task, h_rows, down, y_rows, width, steps, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
+def down_tile(task, h_rows, down, scales, y_rows, width, steps, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
     """y = h down_e^T.
 
     Program: 128 rows, 256 columns. Reads h_rows [P, I], down [L, H, I]. Writes y_rows [P, H].
@@ -142,9 +180,14 @@ def down_tile(task, h_rows, down, y_rows, width, steps, BLOCK_N: tl.constexpr, B
     for part in range(TILE_N // BLOCK_N):
         column = first_column(task) + part * BLOCK_N
         y = tl.zeros((TILE_M, BLOCK_N), tl.float32)
-        for step in range(steps):
-            h = load_block(h_rows, 0, row, step * BLOCK_C, TILE_M, BLOCK_C)
-            y = tl.dot(h, load_block(down, expert, column, step * BLOCK_C, BLOCK_N, BLOCK_C).T, y)
+        if scales is not None:
+            block = tl.minimum(column // CODED_C, width // CODED_C - 1)  # columns past the width are not stored
+            first = scales[2] + (expert * (width // CODED_C) + block) * steps
+            y = multiply_coded(y, h_rows, scales[0], scales[1], down, first, 1, row, valid, expert, column, steps, BLOCK_N)
+        else:
+            for step in range(steps):
+                h = load_block(h_rows, 0, row, step * BLOCK_C, TILE_M, BLOCK_C)
+                y = tl.dot(h, load_block(down, expert, column, step * BLOCK_C, BLOCK_N, BLOCK_C).T, y)
         store_columns(y_rows, row, valid, column, width, y, BLOCK_N)
 
 
@@ -231,8 +274,8 @@ def finish_dh(
 
 @triton.jit
 def dh_tile(
-    task, dy_rows, down, gate_rows, up_rows, wh_rows, dgate_rows, dup_rows, partial, num_sums, route_of_row_P, weights_N,
-    width, steps, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    task, dy_rows, down, scales, gate_rows, up_rows, wh_rows, dgate_rows, dup_rows, partial, num_sums, route_of_row_P,
+    weights_N, width, steps, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """dh = dy down_e, then `finish_dh`. Program: 128 rows, 256 columns.
 
@@ -248,7 +291,14 @@ def dh_tile(
     for part in range(TILE_N // BLOCK_N):
         column = first_column(task) + part * BLOCK_N
         dh = tl.zeros((TILE_M, BLOCK_N), tl.float32)
-        dh = multiply(dh, dy_rows, down, row, expert, column, steps, BLOCK_N, BLOCK_C)
+        if scales is not None:
+            stride = width // CODED_C
+            first = scales[2] + expert * steps * stride + tl.minimum(column // CODED_C, stride - 1)
+            dh = multiply_coded(
+                dh, dy_rows, scales[0], scales[1], down, first, stride, row, valid, expert, column, steps, BLOCK_N
+            )  # fmt: skip
+        else:
+            dh = multiply(dh, dy_rows, down, row, expert, column, steps, BLOCK_N, BLOCK_C)
         if BLOCK_N == SUM_COLUMNS:
             finish_dh(
                 dh, gate_rows, up_rows, wh_rows, dgate_rows, dup_rows, partial, num_sums, row, valid, weight, column, width,
@@ -268,7 +318,7 @@ def dh_tile(
 
 @triton.jit
 def dx_tile(
-    task, dgate_rows, dup_rows, gate, up, dx_rows, width, steps, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
+    task, dgate_rows, dup_rows, gate, up, scales, dx_rows, width, steps, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
 ):  # fmt: skip
     """dx = d(gate) gate_e + d(up) up_e, one chain: all of gate, then all of up. Program: 128 rows, 256 columns.
 
@@ -280,8 +330,19 @@ def dx_tile(
     for part in range(TILE_N // BLOCK_N):
         column = first_column(task) + part * BLOCK_N
         dx = tl.zeros((TILE_M, BLOCK_N), tl.float32)
-        dx = multiply(dx, dgate_rows, gate, row, expert, column, steps, BLOCK_N, BLOCK_C)
-        dx = multiply(dx, dup_rows, up, row, expert, column, steps, BLOCK_N, BLOCK_C)
+        if scales is not None:
+            stride = width // CODED_C
+            first = expert * steps * stride + tl.minimum(column // CODED_C, stride - 1)
+            dx = multiply_coded(
+                dx, dgate_rows, scales[0], scales[2], gate, scales[3] + first, stride, row, valid, expert, column, steps,
+                BLOCK_N,
+            )  # fmt: skip
+            dx = multiply_coded(
+                dx, dup_rows, scales[1], scales[2], up, scales[4] + first, stride, row, valid, expert, column, steps, BLOCK_N
+            )  # fmt: skip
+        else:
+            dx = multiply(dx, dgate_rows, gate, row, expert, column, steps, BLOCK_N, BLOCK_C)
+            dx = multiply(dx, dup_rows, up, row, expert, column, steps, BLOCK_N, BLOCK_C)
         store_columns(dx_rows, row, valid, column, width, dx, BLOCK_N)
 
 
@@ -325,50 +386,51 @@ RUNTIME_SIZES = ["tiles", "tiles_before", "steps", "num_sums", "tasks_before", "
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def run_gate_up(
-    tasks, sizes, tiles, x_rows, gate, up, h_rows, gate_rows, up_rows, width, steps,
+    tasks, sizes, tiles, x_rows, gate, up, scales, h_rows, gate_rows, up_rows, width, steps,
     KEEP: tl.constexpr, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """`gate_up_tile` for every GATE_UP task. Program: one of any number; tasks round robin."""
     for i in range(tl.program_id(0), tl.load(sizes + SIZE_MTILES) * tiles, tl.num_programs(0)):
         task = tasks + i * FIELDS
-        gate_up_tile(task, x_rows, gate, up, h_rows, gate_rows, up_rows, width, steps, KEEP, CLAMP, BLOCK_N, BLOCK_C)
+        gate_up_tile(task, x_rows, gate, up, scales, h_rows, gate_rows, up_rows, width, steps, KEEP, CLAMP, BLOCK_N, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def run_down(
-    tasks, sizes, tiles_before, tiles, h_rows, down, y_rows, width, steps, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
+    tasks, sizes, tiles_before, tiles, h_rows, down, scales, y_rows, width, steps,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """`down_tile` for every DOWN task. Program: one of any number; tasks round robin."""
     mtiles = tl.load(sizes + SIZE_MTILES)
     for i in range(tl.program_id(0), mtiles * tiles, tl.num_programs(0)):
         task = tasks + (mtiles * tiles_before + i) * FIELDS
-        down_tile(task, h_rows, down, y_rows, width, steps, BLOCK_N, BLOCK_C)
+        down_tile(task, h_rows, down, scales, y_rows, width, steps, BLOCK_N, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def run_dh(
-    tasks, sizes, tiles, dy_rows, down, gate_rows, up_rows, wh_rows, dgate_rows, dup_rows, partial, num_sums, route_of_row_P,
-    weights_N, width, steps, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    tasks, sizes, tiles, dy_rows, down, scales, gate_rows, up_rows, wh_rows, dgate_rows, dup_rows, partial, num_sums,
+    route_of_row_P, weights_N, width, steps, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """`dh_tile` for every DH task. Program: one of any number; tasks round robin."""
     for i in range(tl.program_id(0), tl.load(sizes + SIZE_MTILES) * tiles, tl.num_programs(0)):
         task = tasks + i * FIELDS
         dh_tile(
-            task, dy_rows, down, gate_rows, up_rows, wh_rows, dgate_rows, dup_rows, partial, num_sums, route_of_row_P,
+            task, dy_rows, down, scales, gate_rows, up_rows, wh_rows, dgate_rows, dup_rows, partial, num_sums, route_of_row_P,
             weights_N, width, steps, CLAMP, BLOCK_N, BLOCK_C,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def run_dx(
-    tasks, sizes, tiles_before, tasks_before, tiles, dgate_rows, dup_rows, gate, up, dx_rows, width, steps,
+    tasks, sizes, tiles_before, tasks_before, tiles, dgate_rows, dup_rows, gate, up, scales, dx_rows, width, steps,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """`dx_tile` for every DX task. Program: one of any number; tasks round robin."""
     mtiles = tl.load(sizes + SIZE_MTILES)
     for i in range(tl.program_id(0), mtiles * tiles, tl.num_programs(0)):
         task = tasks + (mtiles * tiles_before + tasks_before + i) * FIELDS
-        dx_tile(task, dgate_rows, dup_rows, gate, up, dx_rows, width, steps, BLOCK_N, BLOCK_C)
+        dx_tile(task, dgate_rows, dup_rows, gate, up, scales, dx_rows, width, steps, BLOCK_N, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)

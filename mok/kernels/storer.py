@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from mok.kernels.coded import send_codes
 from mok.kernels.gluon_compat import barrier, tma_store, tma_store_wait
 from mok.kernels.ring import (
     GRADIENT_TILE,
@@ -69,9 +70,13 @@ def send_gradient(gradient, expert, m, column, pieces, at):
 
 
 @gluon.jit
-def send_forward(stores, kind, row, column, pieces, at):
+def send_forward(stores, kind, row, column, pieces, at, CODED: gl.constexpr):
     if kind == GATE_UP:
-        at = send_pair(stores.h_rows, row, column, pieces, at)
+        if CODED:
+            at = send_codes(stores.h_codes, stores.h_scales, row, column, pieces, at)
+            release(pieces, at, 1)
+        else:
+            at = send_pair(stores.h_rows, row, column, pieces, at)
         if stores.keep:
             at = send_pair(stores.gate_rows, row, column, pieces, at)
             at = send_pair(stores.up_rows, row, column, pieces, at)
@@ -81,7 +86,7 @@ def send_forward(stores, kind, row, column, pieces, at):
 
 
 @gluon.jit
-def send_backward(stores, kind, row, column, pieces, at, AGAIN: gl.constexpr):
+def send_backward(stores, kind, row, column, pieces, at, AGAIN: gl.constexpr, CODED: gl.constexpr):
     """The kinds of the backward whose result is rows."""
     if kind == DH:
         for q in range(4):
@@ -89,6 +94,12 @@ def send_backward(stores, kind, row, column, pieces, at, AGAIN: gl.constexpr):
             at = send(stores.gate_rows, row, column + q * PIECE_N, pieces, at)
             at = send(stores.up_rows, row, column + q * PIECE_N, pieces, at)
             release(pieces, at, 3)
+            if CODED:  # noqa: SIM102 (the compiler decides this one, the program the next)
+                if q % 2 == 1:
+                    first = column + (q - 1) * PIECE_N
+                    at = send_codes(stores.gate_codes, stores.gate_scales, row, first, pieces, at)
+                    at = send_codes(stores.up_codes, stores.up_scales, row, first, pieces, at)
+                    release(pieces, at, 2)
     elif kind == DX:
         at = send_rows(stores.dx_rows, row, column, pieces, at)
     elif AGAIN:
@@ -116,14 +127,14 @@ def store(job, stores, shared_stores, pieces, started, BACKWARD: gl.constexpr, L
                 shared = gl.load(task + PART) != 0
             if not BACKWARD:
                 if job.shared and shared:
-                    at = send_forward(shared_stores, kind, row, column, pieces, at)
+                    at = send_forward(shared_stores, kind, row, column, pieces, at, False)
                 else:
-                    at = send_forward(stores, kind, row, column, pieces, at)
+                    at = send_forward(stores, kind, row, column, pieces, at, job.coded)
             elif kind <= DX:
                 if job.shared and shared:
-                    at = send_backward(shared_stores, kind, row, column, pieces, at, job.again)
+                    at = send_backward(shared_stores, kind, row, column, pieces, at, job.again, False)
                 else:
-                    at = send_backward(stores, kind, row, column, pieces, at, job.again)
+                    at = send_backward(stores, kind, row, column, pieces, at, job.again, job.coded)
             else:
                 expert = gl.load(task + EXPERT)
                 m = gl.load(task + M) + WG * HALF_M

@@ -26,7 +26,11 @@ SHARED_HIDDEN and SHARED_GATE_UP, and SHARED counts the last of them, which the 
 Counters of one launch, with B = blocks that fit in the row buffers, L = local experts, S = blocks that hold the tokens:
 forward TOTAL | X_IN[B] | HIDDEN[B] | GROUP[B] | SHARED | SHARED_HIDDEN[S];
 backward TOTAL | DY_IN[B] | DHIDDEN[B] | GROUP[B] | DHIDDEN_OF_EXPERT[L] | X_IN_OF_EXPERT[L] | DOWN_DONE_OF_EXPERT[L] |
-X_DONE_OF_EXPERT[L] | GATE_UP_OF_EXPERT[L] | GATE_UP_IN[B] | SHARED | SHARED_HIDDEN[S] | SHARED_GATE_UP[S].
+X_DONE_OF_EXPERT[L] | GATE_UP_OF_EXPERT[L] | GATE_UP_IN[B] | SHARED | SHARED_HIDDEN[S] | SHARED_GATE_UP[S] |
+DY_ROWS_OF_EXPERT[L].
+
+Where tiles multiply 8-bit codes, x_rows, h_rows, dy_rows, dgate_rows and dup_rows of DW tasks are rows of bf16 beside the codes
+that the others read; the mover brings those of dy after the codes, and DW_DOWN waits for DY_ROWS_OF_EXPERT too.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from mok.shapes import LayerShape
 
 __all__ = ["DeviceFacts", "KernelConfig", "bad_settings", "device_facts", "why_not"]
 
-TILE_BYTES = {"stage": (128 + 256) * 64 * 2, "piece": 64 * 64 * 2, "slot": 4096 * 2}
+TILE_BYTES = {"stage": (128 + 256) * 64 * 2, "piece": 64 * 64 * 2, "slot": 4096 * 2, "scales": 128}
 SHARED_OVERHEAD_BYTES = 1024
 """Barriers of the rings and what the compiler passes between roles, rounded up; the compiled kernels use 640 to 712."""
 
@@ -45,6 +45,11 @@ class KernelConfig:
         """Shared memory of one program."""
         rings = self.stages * TILE_BYTES["stage"] + 2 * self.pieces * TILE_BYTES["piece"] + 2 * TILE_BYTES["slot"]
         return rings + SHARED_OVERHEAD_BYTES
+
+    @property
+    def coded_shared_bytes(self) -> int:
+        """The same where operands are 8-bit codes: each stage and piece has room for the scales of its rows."""
+        return self.shared_bytes + (self.stages + 2 * self.pieces) * TILE_BYTES["scales"]
 
 
 @dataclass(frozen=True)
@@ -84,8 +89,9 @@ def bad_settings(config: KernelConfig) -> list[str]:
     return found
 
 
-def why_not(config: KernelConfig, shape: LayerShape, device: DeviceFacts | None) -> list[str]:
-    """Why the megakernel cannot run with `config` on `device`, each reason with its remedy; empty if it can."""
+def why_not(config: KernelConfig, shape: LayerShape, device: DeviceFacts | None, coded: bool = False) -> list[str]:
+    """Why the megakernel cannot run with `config` on `device`, with 8-bit operands if `coded`, each reason with its remedy;
+    empty if it can."""
     reasons = []
     if device is None:
         return ["needs a CUDA device; use moe.backend = torch"]
@@ -93,9 +99,10 @@ def why_not(config: KernelConfig, shape: LayerShape, device: DeviceFacts | None)
         found = "sm_{}{}".format(*device.capability)
         not_run = "; its bodies for that are compiled but have not run" if device.capability[0] == 10 else ""
         reasons.append(f"runs on sm_90 (H100, H200), this is {found}{not_run}: use moe.backend = staged")
-    if device.shared_bytes < config.shared_bytes:
+    needed = config.coded_shared_bytes if coded else config.shared_bytes
+    if device.shared_bytes < needed:
         reasons.append(
-            f"needs {config.shared_bytes} bytes of shared memory a program, {device.name} has {device.shared_bytes}: "
+            f"needs {needed} bytes of shared memory a program, {device.name} has {device.shared_bytes}: "
             "use fewer stages or pieces, or moe.backend = staged"
         )
     if config.programs > device.multiprocessors:

@@ -18,7 +18,25 @@ from mok.kernels.rows import sum_partials
 from mok.launch.config import KernelConfig
 from mok.launch.plan import DevicePlan, ceil_div
 
-__all__ = ["Backward", "Gradients", "RowBox", "Shared", "Weights", "backward", "forward", "row_box"]
+__all__ = [
+    "Backward",
+    "Gradients",
+    "Kept",
+    "RowBox",
+    "Shared",
+    "Weights",
+    "backward",
+    "combine_box_parts",
+    "expert_tile",
+    "forward",
+    "gradient_tile",
+    "plain_rows",
+    "row_box",
+    "run",
+    "sum_partial_rows",
+    "tables_of",
+    "tile",
+]
 
 PARTIAL_COLUMNS = 128
 """Columns of one partial sum of the router weights' gradient (docs/numerics.md, rule 6)."""
@@ -158,34 +176,34 @@ def forward(
         shared_h_rows = x_TH.new_empty(token_rows, shared_width)
         shared_gate_rows, shared_up_rows = (x_TH.new_empty(token_rows, shared_width) if keep else None for _ in range(2))
         shared_arguments = [
-            _tile(x_TH, 128, 64),
-            _expert_tile(shared.weights.gate, 128, 64),
-            _expert_tile(shared.weights.up, 128, 64),
-            _tile(shared_h_rows, 128, 64),
-            _expert_tile(shared.weights.down, 256, 64),
-            _tile(shared_h_rows, 64, 64),
-            _tile(shared_h_rows if shared_gate_rows is None else shared_gate_rows, 64, 64),
-            _tile(shared_h_rows if shared_up_rows is None else shared_up_rows, 64, 64),
-            _tile(shared_rows, 64, 64),
+            tile(x_TH, 128, 64),
+            expert_tile(shared.weights.gate, 128, 64),
+            expert_tile(shared.weights.up, 128, 64),
+            tile(shared_h_rows, 128, 64),
+            expert_tile(shared.weights.down, 256, 64),
+            tile(shared_h_rows, 64, 64),
+            tile(shared_h_rows if shared_gate_rows is None else shared_gate_rows, 64, 64),
+            tile(shared_h_rows if shared_up_rows is None else shared_up_rows, 64, 64),
+            tile(shared_rows, 64, 64),
         ]
     scale_T = None if shared is None else shared.scale_T
-    _run(
+    run(
         mega.mega_forward,
         config,
-        _plain(x_TH, box, box.box_parts),
-        _plain(x_rows, box, box.box_parts),
-        _plain(y_rows, box, combine_box_parts(box, top_k)),
-        _tile(x_rows, 128, 64),
-        _expert_tile(experts.gate, 128, 64),
-        _expert_tile(experts.up, 128, 64),
-        _tile(h_rows, 128, 64),
-        _expert_tile(experts.down, 256, 64),
-        _tile(h_rows, 64, 64),
-        _tile(h_rows if gate_rows is None else gate_rows, 64, 64),
-        _tile(h_rows if up_rows is None else up_rows, 64, 64),
-        _tile(y_rows, 64, 64),
+        plain_rows(x_TH, box, box.box_parts),
+        plain_rows(x_rows, box, box.box_parts),
+        plain_rows(y_rows, box, combine_box_parts(box, top_k)),
+        tile(x_rows, 128, 64),
+        expert_tile(experts.gate, 128, 64),
+        expert_tile(experts.up, 128, 64),
+        tile(h_rows, 128, 64),
+        expert_tile(experts.down, 256, 64),
+        tile(h_rows, 64, 64),
+        tile(h_rows if gate_rows is None else gate_rows, 64, 64),
+        tile(h_rows if up_rows is None else up_rows, 64, 64),
+        tile(y_rows, 64, 64),
         *shared_arguments,
-        _tables(plan, plan.forward_tasks, plan.counters[0], weights_TK, shared_rows, scale_T, trace),
+        tables_of(plan, plan.forward_tasks, plan.counters[0], weights_TK, shared_rows, scale_T, trace),
         y_rows,
         y_TH,
         y_TH.shape[0],
@@ -259,47 +277,47 @@ def backward(
         num_shared_partials = -(-shared_width // PARTIAL_COLUMNS)
         shared_partial = weights_TK.new_empty(token_rows, num_shared_partials)
         shared_arguments = [
-            _tile(dy_TH, 128, 64),
-            _expert_tile(shared.weights.down, 64, 256),
-            _tile(shared_gate_rows, 128, 64),
-            _tile(shared_up_rows, 128, 64),
-            _expert_tile(shared.weights.gate, 64, 256),
-            _expert_tile(shared.weights.up, 64, 256),
-            _tile(shared_wh_rows, 64, 64),
-            _tile(shared_gate_rows, 64, 64),
-            _tile(shared_up_rows, 64, 64),
-            _tile(shared_rows, 64, 64),
+            tile(dy_TH, 128, 64),
+            expert_tile(shared.weights.down, 64, 256),
+            tile(shared_gate_rows, 128, 64),
+            tile(shared_up_rows, 128, 64),
+            expert_tile(shared.weights.gate, 64, 256),
+            expert_tile(shared.weights.up, 64, 256),
+            tile(shared_wh_rows, 64, 64),
+            tile(shared_gate_rows, 64, 64),
+            tile(shared_up_rows, 64, 64),
+            tile(shared_rows, 64, 64),
             *_gate_up_operands(x_TH, shared.weights, plan.again),
         ]
-    _run(
+    run(
         mega.mega_backward,
         config,
-        _plain(dy_TH, box, box.box_parts),
-        _plain(dy_rows, box, box.box_parts),
-        _plain(x_TH, box, box.box_parts),
-        _plain(x_rows, box, box.box_parts),
-        _plain(dx_rows, box, combine_box_parts(box, top_k)),
-        _tile(dy_rows, 128, 64),
-        _tile(dy_rows, 64, 128),
-        _tile(x_rows, 64, 256),
-        _tile(wh_rows, 64, 256),
-        _expert_tile(experts.down, 64, 256),
-        _expert_tile(experts.gate, 64, 256),
-        _expert_tile(experts.up, 64, 256),
-        _tile(gate_rows, 128, 64),
-        _tile(up_rows, 128, 64),
-        _tile(gate_rows, 64, 128),
-        _tile(up_rows, 64, 128),
-        _tile(wh_rows, 64, 64),
-        _tile(gate_rows, 64, 64),
-        _tile(up_rows, 64, 64),
-        _tile(dx_rows, 64, 64),
+        plain_rows(dy_TH, box, box.box_parts),
+        plain_rows(dy_rows, box, box.box_parts),
+        plain_rows(x_TH, box, box.box_parts),
+        plain_rows(x_rows, box, box.box_parts),
+        plain_rows(dx_rows, box, combine_box_parts(box, top_k)),
+        tile(dy_rows, 128, 64),
+        tile(dy_rows, 64, 128),
+        tile(x_rows, 64, 256),
+        tile(wh_rows, 64, 256),
+        expert_tile(experts.down, 64, 256),
+        expert_tile(experts.gate, 64, 256),
+        expert_tile(experts.up, 64, 256),
+        tile(gate_rows, 128, 64),
+        tile(up_rows, 128, 64),
+        tile(gate_rows, 64, 128),
+        tile(up_rows, 64, 128),
+        tile(wh_rows, 64, 64),
+        tile(gate_rows, 64, 64),
+        tile(up_rows, 64, 64),
+        tile(dx_rows, 64, 64),
         *_gate_up_operands(x_rows, experts, plan.again),
-        _gradient_tile(gradients.gate),
-        _gradient_tile(gradients.up),
-        _gradient_tile(gradients.down),
+        gradient_tile(gradients.gate),
+        gradient_tile(gradients.up),
+        gradient_tile(gradients.down),
         *shared_arguments,
-        _tables(plan, plan.backward_tasks, plan.counters[1], weights_TK, shared_rows, scale_T, trace),
+        tables_of(plan, plan.backward_tasks, plan.counters[1], weights_TK, shared_rows, scale_T, trace),
         partial,
         shared_partial,
         dx_rows,
@@ -328,11 +346,11 @@ def backward(
         config.tensor_memory,
     )
     dweights_TK = torch.empty_like(weights_TK)
-    _sum_partials(partial, plan.row_of_route_N, dweights_TK)
+    sum_partial_rows(partial, plan.row_of_route_N, dweights_TK)
     dscale_T = None
     if scale_T is not None:
         dscale_T = torch.empty_like(scale_T)
-        _sum_partials(shared_partial, torch.arange(scale_T.numel(), dtype=torch.int32, device=scale_T.device), dscale_T)
+        sum_partial_rows(shared_partial, torch.arange(scale_T.numel(), dtype=torch.int32, device=scale_T.device), dscale_T)
     return Backward(dx_TH, dweights_TK, shared_gate_rows, shared_up_rows, shared_wh_rows, dscale_T)
 
 
@@ -340,14 +358,14 @@ def _gate_up_operands(rows: Tensor, weights: Weights, again: bool) -> list[Tenso
     """What GATE_UP tiles of a backward read."""
     if not again:
         return [None] * 3
-    return [_tile(rows, 128, 64), _expert_tile(weights.gate, 128, 64), _expert_tile(weights.up, 128, 64)]
+    return [tile(rows, 128, 64), expert_tile(weights.gate, 128, 64), expert_tile(weights.up, 128, 64)]
 
 
-def _sum_partials(partial: Tensor, row_of_result: Tensor, out: Tensor) -> None:
+def sum_partial_rows(partial: Tensor, row_of_result: Tensor, out: Tensor) -> None:
     sum_partials[(ceil_div(out.numel(), 128),)](partial, row_of_result, out, out.numel(), partial.shape[1], WIDTH=128)
 
 
-def _run(kernel: Any, config: KernelConfig, *arguments: Any) -> None:
+def run(kernel: Any, config: KernelConfig, *arguments: Any) -> None:
     """Launch as many programs as can be resident at once; the driver refuses a cooperative launch of more.
 
     168 registers for each of twelve warps fill the register file; the roles then share them out unevenly. Contraction of
@@ -363,7 +381,7 @@ def _run(kernel: Any, config: KernelConfig, *arguments: Any) -> None:
     )
 
 
-def _tables(
+def tables_of(
     plan: DevicePlan,
     records: Tensor,
     num_counters: int,
@@ -393,19 +411,19 @@ def _tables(
     )
 
 
-def _plain(rows_RH: Tensor, box: RowBox, box_parts: int) -> TensorDescriptor:
+def plain_rows(rows_RH: Tensor, box: RowBox, box_parts: int) -> TensorDescriptor:
     """Rows [R, H] seen as [R, parts, part], one box of `box_parts` parts of one row."""
     view = rows_RH.view(rows_RH.shape[0], box.parts, box.part)
     return TensorDescriptor.from_tensor(view, [1, box_parts, box.part], ring.PLAIN_ROWS.value)
 
 
-def _tile(rows_RH: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def tile(rows_RH: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(rows_RH, [rows, columns], ring.TILE.value)
 
 
-def _expert_tile(weight: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def expert_tile(weight: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(weight, [1, rows, columns], ring.EXPERT_TILE.value)
 
 
-def _gradient_tile(gradient: Tensor) -> TensorDescriptor:
+def gradient_tile(gradient: Tensor) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(gradient, [1, ring.HALF_M.value, ring.PIECE_N.value // 2], ring.GRADIENT_TILE.value)

@@ -83,6 +83,7 @@ class DevicePlan:
     backward_tasks: Tensor | None
     again: bool
     shared_size: int
+    coded: bool
     group_target_G: Tensor
     combine_token_T: Tensor
     combine_group_T: Tensor
@@ -100,8 +101,14 @@ class DevicePlan:
     @property
     def counters(self) -> tuple[int, int]:
         """Counters of a forward and of a backward launch, those of shared experts included."""
-        forward, backward = shared_counters(self.max_blocks, self.num_experts)
-        return forward + 1 + self.token_blocks, backward + 1 + 2 * self.token_blocks
+        forward, _ = shared_counters(self.max_blocks, self.num_experts)
+        return forward + 1 + self.token_blocks, self.dy_counter + (self.num_experts if self.coded else 0)
+
+    @property
+    def dy_counter(self) -> int:
+        """Where the backward counts rows of dy that come apart from their codes."""
+        _, backward = shared_counters(self.max_blocks, self.num_experts)
+        return backward + 1 + 2 * self.token_blocks
 
 
 def shared_counters(blocks: int, num_experts: int) -> tuple[int, int]:
@@ -130,6 +137,7 @@ def plan_on_device(
     *,
     grid: CallGrid | None = None,
     units: int = 1,
+    row_units: int | None = None,
     again: bool = False,
     shared_size: int = 0,
     layer: int = 0,
@@ -139,8 +147,9 @@ def plan_on_device(
     is an error in the status word of `layer`).
 
     backward_order: None leaves the backward's table out. grid: the call, one rank; None is one slice.
-    units: signals that the mover will give for each 64-row block of rows. again, shared_size: see `DevicePlan`. capacity: rows
-    to make room for, where the caller knows that there will not be more; 0 for all that may come.
+    units: signals that the mover will give for each 64-row block of rows. row_units: of those that weight gradients read, where
+    they come apart from those that tiles multiply, which are codes; None where they are the same. again, shared_size: see
+    `DevicePlan`. capacity: rows to make room for, where the caller knows that there will not be more; 0 for all that may come.
     Raises UsageError for tokens that do not fill whole slices, or more than one rank.
     """
     grid = grid or CallGrid()
@@ -175,6 +184,7 @@ def plan_on_device(
         forward_order,
         backward_order,
         units=units,
+        row_units=row_units,
         again=again,
         shared_size=shared_size,
         layer=layer,
@@ -214,6 +224,7 @@ def plan_tables(
     backward_order: TaskOrder | None,
     *,
     units: int = 1,
+    row_units: int | None = None,
     again: bool = False,
     shared_size: int = 0,
     layer: int = 0,
@@ -262,11 +273,13 @@ def plan_tables(
                 lists[i], tokens, order.group_size, hidden_size, shared_size, shared_counters(blocks, num_experts)[i],
                 FORWARD=not i, AGAIN=again, WIDTH=WIDTH,
             )  # fmt: skip
+    dy_counter = 0 if row_units is None else shared_counters(blocks, num_experts)[1] + 1 + 2 * ceil_div(tokens, ROW_BLOCK)
     programs = [ceil_div(count, WIDTH) for count in (*tile_tasks, weight_tasks)]
     kernels.write_tasks[(sum(programs),)](
         *(listed[count:] for listed, count in zip(lists, shared_tasks, strict=True)), expert_start, mtile_start,
         forward_group_start, backward_group_start, num_experts, forward_order.group_size, backward.group_size,
-        forward_order.groups_per_phase or mtiles, mtiles, weight_tasks, hidden_size, intermediate_size, units, blocks,
+        forward_order.groups_per_phase or mtiles, mtiles, weight_tasks, hidden_size, intermediate_size, units,
+        units if row_units is None else row_units, dy_counter, blocks,
         *programs[:3], WIDTH=WIDTH, BINS=bins,
     )  # fmt: skip
     combine_token_T, combine_group_T = order_tokens(row_of_route_TK, group_of_block_B, forward_group_start, mtiles)
@@ -285,6 +298,7 @@ def plan_tables(
         backward_tasks=backward_tasks,
         again=again,
         shared_size=shared_size,
+        coded=row_units is not None,
         group_target_G=group_target_G,
         combine_token_T=combine_token_T,
         combine_group_T=combine_group_T,

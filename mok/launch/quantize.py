@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mok.kernels.quantize import quantize_tiles
+from mok.kernels.quantize import quantize_tiles, quantize_weights
 
-__all__ = ["Both", "Quantized", "quantize", "quantize_squares"]
+__all__ = ["Both", "CodedRows", "CodedWeight", "Quantized", "quantize", "quantize_squares", "quantize_weight"]
 
 TILE_COLUMNS = 128
 
@@ -44,6 +44,23 @@ class Both(NamedTuple):
     columns: Quantized
 
 
+class CodedWeight(NamedTuple):
+    """A stack of weights [L, A, B] for products of codes, whose operands run along the contraction. codes: float8_e4m3fn
+    [L, A, B], transposed: the same [L, B, A]; scales: E8M0 as bytes [L, A / block, B / block], of block x block values."""
+
+    codes: Tensor
+    transposed: Tensor
+    scales: Tensor
+
+
+class CodedRows(NamedTuple):
+    """Rows for products of codes: codes float8_e4m3fn [rows, C]; scales E8M0 as bytes [C / block, rows in expert order], so
+    that those of neighbouring rows lie together."""
+
+    codes: Tensor
+    scales: Tensor
+
+
 def quantize(x_MC: Tensor, block: int, *, along_rows: bool = True, along_columns: bool = True) -> Both:
     """Codes and scales of x [M, C], bf16 or fp32, C a multiple of `block`; what was not asked for is empty."""
     rows, columns = x_MC.shape
@@ -59,6 +76,21 @@ def quantize_squares(x_MC: Tensor, block: int) -> Quantized:
     found = _empty(x_MC, columns, (rows // block, columns // block), (block, block))
     _launch(x_MC, block, found, found, ROWS=False, COLUMNS=False, SQUARES=True)
     return found
+
+
+def quantize_weight(w_LAB: Tensor, block: int) -> CodedWeight:
+    """Codes of a stack of weights in both orientations from one pass; A and B are multiples of `block`, B is contiguous."""
+    count, rows, columns = w_LAB.shape
+    codes = torch.empty(count, rows, columns, dtype=torch.float8_e4m3fn, device=w_LAB.device)
+    transposed = torch.empty(count, columns, rows, dtype=torch.float8_e4m3fn, device=w_LAB.device)
+    scales = torch.empty(count, rows // block, columns // block, dtype=torch.uint8, device=w_LAB.device)
+    grid = columns // block, rows // block, count
+    if w_LAB.numel():
+        quantize_weights[grid](
+            w_LAB, codes.view(torch.uint8), transposed.view(torch.uint8), scales, rows, columns, w_LAB.stride(0),
+            w_LAB.stride(1), BLOCK=block, num_warps=block // 16, enable_fp_fusion=False,
+        )  # fmt: skip
+    return CodedWeight(codes, transposed, scales)
 
 
 def _empty(x_MC: Tensor, columns: int, scales: tuple[int, int], block: tuple[int, int]) -> Quantized:

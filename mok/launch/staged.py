@@ -22,6 +22,7 @@ from mok.kernels import rows as row_kernels
 from mok.kernels import staged as kernels
 from mok.kernels import tasks
 from mok.launch.plan import DevicePlan, ceil_div
+from mok.launch.quantize import CodedRows, CodedWeight, quantize
 
 __all__ = ["Gpu", "StagedConfig", "choose_config", "gpu_of"]
 
@@ -95,6 +96,10 @@ def choose_config(gpu: Gpu) -> StagedConfig:
     )
 
 
+CODED_CONFIG = StagedConfig(128, kernels.CODED_C.value, 3)
+"""For operands of 8 bits: a step is one block of the contraction, and all columns at a time share a weight's scale."""
+
+
 def operand(config: StagedConfig, matrices: Tensor, rows: int, columns: int) -> Any:
     """`matrices` [n, M, N] or [M, N], read in blocks [rows, columns] of one matrix: what `load_block` of the kernels takes."""
     matrices = matrices if matrices.dim() == 3 else matrices.unsqueeze(0)
@@ -103,6 +108,16 @@ def operand(config: StagedConfig, matrices: Tensor, rows: int, columns: int) -> 
     if config.bulk_copies:
         return TensorDescriptor.from_tensor(matrices, [1, rows, columns])
     return matrices, matrices.stride(0), matrices.stride(1), matrices.shape[1], matrices.shape[2]
+
+
+def coded_config(gpu: Gpu) -> StagedConfig:
+    return replace(CODED_CONFIG, bulk_copies=gpu.arch >= 90)
+
+
+def coded_rows(rows: Tensor) -> CodedRows:
+    """Rows in expert order, bf16, each quantised by itself."""
+    found = quantize(rows, kernels.CODED_C.value, along_columns=False).rows
+    return CodedRows(found.codes, found.scales.view(torch.uint8).t().contiguous())
 
 
 def options(config: StagedConfig) -> dict[str, object]:
@@ -125,9 +140,9 @@ def dispatch(x_TH: Tensor, x_rows: Tensor, plan: DevicePlan) -> None:
 
 
 def gate_up(
-    x_rows: Tensor,
-    gate_LIH: Tensor,
-    up_LIH: Tensor,
+    x_rows: Tensor | CodedRows,
+    gate_LIH: Tensor | CodedWeight,
+    up_LIH: Tensor | CodedWeight,
     h_rows: Tensor,
     kept: Tensor | None,
     plan: DevicePlan,
@@ -136,24 +151,41 @@ def gate_up(
     config: StagedConfig,
 ) -> None:
     """h_rows = silu(x gate^T) * (x up^T) of every row; `kept` [2, P, I] receives both pre-activations."""
+    scales = None
+    if isinstance(x_rows, CodedRows) and isinstance(gate_LIH, CodedWeight) and isinstance(up_LIH, CodedWeight):
+        scales = x_rows.scales, x_rows.scales.shape[1], gate_LIH.scales, up_LIH.scales
+        x_rows, gate_LIH, up_LIH, config = x_rows.codes, gate_LIH.codes, up_LIH.codes, coded_config(gpu)
+    assert isinstance(x_rows, Tensor) and isinstance(gate_LIH, Tensor) and isinstance(up_LIH, Tensor)
     _, width, hidden = gate_LIH.shape
     n, c = config.block_n, config.block_c
     gate_rows, up_rows = (h_rows, h_rows) if kept is None else kept
     kernels.run_gate_up[(gpu.num_sms,)](
         plan.forward_tasks, plan.sizes, ceil_div(width, TILE_N // 2),
         operand(config, x_rows, TILE_M, c), operand(config, gate_LIH, n // 2, c), operand(config, up_LIH, n // 2, c),
-        h_rows, gate_rows, up_rows, width, ceil_div(hidden, c),
+        scales, h_rows, gate_rows, up_rows, width, ceil_div(hidden, c),
         KEEP=kept is not None, CLAMP=clamp, **options(config),
     )  # fmt: skip
 
 
-def down(h_rows: Tensor, down_LHI: Tensor, y_rows: Tensor, plan: DevicePlan, gpu: Gpu, config: StagedConfig) -> None:
+def down(
+    h_rows: Tensor | CodedRows,
+    down_LHI: Tensor | CodedWeight,
+    y_rows: Tensor,
+    plan: DevicePlan,
+    gpu: Gpu,
+    config: StagedConfig,
+) -> None:
     """y_rows = h down^T."""
+    scales = None
+    if isinstance(h_rows, CodedRows) and isinstance(down_LHI, CodedWeight):
+        scales = h_rows.scales, h_rows.scales.shape[1], down_LHI.scales
+        h_rows, down_LHI, config = h_rows.codes, down_LHI.codes, coded_config(gpu)
+    assert isinstance(h_rows, Tensor) and isinstance(down_LHI, Tensor)
     _, hidden, width = down_LHI.shape
     n, c = config.block_n, config.block_c
     kernels.run_down[(gpu.num_sms,)](
         plan.forward_tasks, plan.sizes, ceil_div(width, TILE_N // 2), ceil_div(hidden, TILE_N),
-        operand(config, h_rows, TILE_M, c), operand(config, down_LHI, n, c), y_rows, hidden, ceil_div(width, c),
+        operand(config, h_rows, TILE_M, c), operand(config, down_LHI, n, c), scales, y_rows, hidden, ceil_div(width, c),
         **options(config),
     )  # fmt: skip
 
@@ -178,8 +210,8 @@ def combine(
 
 
 def dh(
-    dy_rows: Tensor,
-    down_LHI: Tensor,
+    dy_rows: Tensor | CodedRows,
+    down_LHI: Tensor | CodedWeight,
     gate_up_2PI: Tensor,
     wh_rows: Tensor,
     partial: Tensor,
@@ -191,34 +223,55 @@ def dh(
 ) -> None:
     """From dy_rows and the pre-activations: wh_rows = weight * h, the partial sums of dH * h, and, in place of the
     pre-activations, their gradients. weights_N: fp32, the factor of each route."""
-    _, hidden, width = down_LHI.shape
+    scales = None
+    if isinstance(dy_rows, CodedRows) and isinstance(down_LHI, CodedWeight):
+        scales = dy_rows.scales, dy_rows.scales.shape[1], down_LHI.scales
+        dy_rows, weight, config = dy_rows.codes, down_LHI.transposed, coded_config(gpu)
+        width, hidden = weight.shape[1:]
+    else:
+        assert isinstance(down_LHI, Tensor)
+        weight = down_LHI
+        hidden, width = weight.shape[1:]
+    assert isinstance(dy_rows, Tensor)
     n, c = config.block_n, config.block_c
     gate_rows, up_rows = gate_up_2PI
     kernels.run_dh[(gpu.num_sms,)](
         plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N),
-        operand(config, dy_rows, TILE_M, c), operand(config, down_LHI, c, n),
-        gate_rows, up_rows, wh_rows, gate_rows, up_rows, partial, partial.shape[1], plan.route_of_row_P, weights_N, width,
-        ceil_div(hidden, c), CLAMP=clamp, **options(config),
+        operand(config, dy_rows, TILE_M, c), operand(config, weight, *((c, n) if scales is None else (n, c))),
+        scales, gate_rows, up_rows, wh_rows, gate_rows, up_rows, partial, partial.shape[1], plan.route_of_row_P, weights_N,
+        width, ceil_div(hidden, c), CLAMP=clamp, **options(config),
     )  # fmt: skip
 
 
 def dx(
-    d_gate_up_2PI: Tensor,
-    gate_LIH: Tensor,
-    up_LIH: Tensor,
+    d_gate_up_2PI: Tensor | tuple[CodedRows, CodedRows],
+    gate_LIH: Tensor | CodedWeight,
+    up_LIH: Tensor | CodedWeight,
     dx_rows: Tensor,
     plan: DevicePlan,
     gpu: Gpu,
     config: StagedConfig,
 ) -> None:
     """dx_rows = d(gate) gate + d(up) up."""
-    _, width, hidden = gate_LIH.shape
+    dgate, dup = d_gate_up_2PI
+    if isinstance(gate_LIH, CodedWeight) and isinstance(up_LIH, CodedWeight):
+        assert isinstance(dgate, CodedRows) and isinstance(dup, CodedRows)
+        scales = dgate.scales, dup.scales, dup.scales.shape[1], gate_LIH.scales, up_LIH.scales
+        dgate_rows, dup_rows, config = dgate.codes, dup.codes, coded_config(gpu)
+        gate, up = gate_LIH.transposed, up_LIH.transposed
+        hidden, width = gate.shape[1:]
+    else:
+        assert isinstance(gate_LIH, Tensor) and isinstance(up_LIH, Tensor)
+        assert isinstance(dgate, Tensor) and isinstance(dup, Tensor)
+        scales = None
+        dgate_rows, dup_rows, gate, up = dgate, dup, gate_LIH, up_LIH
+        width, hidden = gate.shape[1:]
     n, c = config.block_n, config.block_c
-    dgate_rows, dup_rows = d_gate_up_2PI
+    block = (c, n) if scales is None else (n, c)
     kernels.run_dx[(gpu.num_sms,)](
         plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N), sum(weight_tasks(plan, hidden, width)),
         ceil_div(hidden, TILE_N), operand(config, dgate_rows, TILE_M, c), operand(config, dup_rows, TILE_M, c),
-        operand(config, gate_LIH, c, n), operand(config, up_LIH, c, n), dx_rows, hidden,
+        operand(config, gate, *block), operand(config, up, *block), scales, dx_rows, hidden,
         ceil_div(width, c), **options(config),
     )  # fmt: skip
 

@@ -125,10 +125,13 @@ def backward_tasks(
     units: int,
     num_blocks_max: int,
     again: bool = False,
+    row_units: int | None = None,
+    dy_counter: int = 0,
 ) -> list[Task]:
     """DH of every m-tile, the gradients of down, then of gate and up, of every expert (also of those without rows), DX of
     every m-tile; before them GATE_UP of every m-tile, if it is computed again. combine_group_size: m-tiles of a group of the
-    forward, for which a DX tile signals."""
+    forward, for which a DX tile signals. row_units: signals for each block of the rows that weight gradients read, where they
+    come apart from those that DH and DX do; those of dy are then counted for each expert from `dy_counter` on."""
     num_experts = len(expert_start) - 1
     dh_columns, dx_columns = ceil_div(intermediate_size, TILE_N), ceil_div(hidden_size, TILE_N)
     rows_h, rows_i = ceil_div(hidden_size, TILE_M), ceil_div(intermediate_size, TILE_M)
@@ -175,8 +178,8 @@ def backward_tasks(
     def weight_gate_up(expert: int) -> Task:
         task = weight(expert)
         return replace(
-            task, kind=DW_GATE_UP, wait1=x_in_of_expert + expert, wait1_target=task.steps * units,
-            signal0=x_done_of_expert + expert,
+            task, kind=DW_GATE_UP, wait1=x_in_of_expert + expert,
+            wait1_target=task.steps * (units if row_units is None else row_units), signal0=x_done_of_expert + expert,
         )  # fmt: skip
 
     tiles = mtiles(expert_start, group_size)
@@ -184,7 +187,10 @@ def backward_tasks(
     found += stretch(tiles, dh, dh_columns)
     for expert in range(num_experts):
         for row, column in in_runs(rows_h, dh_columns):
-            found.append(replace(weight(expert), m=row * TILE_M, n=column * TILE_N))
+            task = replace(weight(expert), m=row * TILE_M, n=column * TILE_N)
+            if row_units is not None:
+                task = replace(task, wait1=dy_counter + expert, wait1_target=task.steps * row_units)
+            found.append(task)
     for expert in range(num_experts):
         for row, column in in_runs(2 * rows_i, dx_columns):
             part, row_of_part = divmod(row, rows_i)

@@ -30,6 +30,7 @@ NUM_SMS = {80: 108, 89: 142, 90: 132, 100: 148, 103: 152, 120: 170}
 
 INSTRUCTIONS = {
     "wgmma": r"wgmma\.mma_async",
+    "wgmma_8_bit": r"wgmma\.mma_async\S*\.e4m3\.e4m3",
     "tcgen05": r"tcgen05\.mma",
     "tensor_memory_load": r"tcgen05\.ld",
     "tensor_memory_store": r"tcgen05\.st",

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import mok
 from mok.autograd import Plan, experts
-from mok.backends import choose
 from mok.backends.interface import LayerShape, Options
 from mok.errors import RunError
 from mok.grid import CallGrid
@@ -20,6 +19,7 @@ from mok.launch.mega import row_box
 from mok.launch.plan import TaskOrder
 from mok.launch.status import check_status, forget_status, status_word
 from mok.launch.tables import choose_config
+from mok.quantization import Quantization
 from tests.cases import CASES, Case, Inputs, make_inputs
 from tests.gpu import no_waiting
 from tests.tolerances import assert_no_worse, assert_same_bits
@@ -124,7 +124,12 @@ def on(inputs: Inputs, device: torch.device) -> Inputs:
 
 
 def run(
-    inputs: Inputs, clamp: float = 0.0, recompute: str = "none", config: KernelConfig | None = None, backend: str = "mega"
+    inputs: Inputs,
+    clamp: float = 0.0,
+    recompute: str = "none",
+    config: KernelConfig | None = None,
+    backend: str = "mega",
+    quantization: Quantization | None = None,
 ) -> dict[str, Tensor]:
     """Output and every gradient by name; expert gradients in fp32, through main_grad of NaN that is written over."""
     leaves = inputs.differentiable()
@@ -133,16 +138,13 @@ def run(
     shape = LayerShape(
         hidden, width, inputs.gate_EIH.shape[0], inputs.ids_TK.shape[1], shared_size=shared[1].shape[1] if shared else 0
     )
-    module, _ = choose(backend, shape, torch.bfloat16, inputs.x_TH.device)
-    options = Options(clamp, recompute, kernel=config)
-    schedule = module.build_schedule(inputs.ids_TK, shape, CallGrid(), options)
+    options = Options(clamp, recompute, kernel=config, quantization=quantization)
+    plan = Plan.of(backend, shape, inputs.ids_TK, options, CallGrid(), torch.bfloat16)
     routed = tuple(leaves[name] for name in ("gate_EIH", "up_EIH", "down_EHI"))
     for weight in routed:
         weight.lane_grads = torch.full((1, *weight.shape), torch.nan, device=weight.device)
         weight.lanes_started = [False]
-    y = experts(
-        leaves["x_TH"], leaves["weights_TK"], routed, Plan(module, schedule, options), shared or None, inputs.shared_scale_T
-    )
+    y = experts(leaves["x_TH"], leaves["weights_TK"], routed, plan, shared or None, inputs.shared_scale_T)
     others = [name for name in leaves if name not in ("gate_EIH", "up_EIH", "down_EHI")]
     gradients = torch.autograd.grad(y, [leaves[name] for name in others], inputs.dy_TH)
     check_status(y.device)

@@ -133,6 +133,23 @@ def test_shared_experts_and_what_is_computed_again_open_the_lists(
         assert largest < plan.counters[i], "a counter lies outside of its array"
 
 
+@pytest.mark.parametrize("case", ["even", "no tokens", "more routes than a run"])
+def test_rows_beside_their_codes_are_waited_for(case: str, device: torch.device) -> None:
+    ids_TK, num_experts, grid = ids_of(case)
+    plan = plan_on_device(
+        ids_TK.to(device), num_experts, HIDDEN, INNER, TaskOrder(2), TaskOrder(3), grid=grid, units=3, row_units=5
+    )
+    expected = task_table.table(
+        task_table.backward_tasks(
+            plan.expert_start.tolist(), HIDDEN, INNER, group_size=3, combine_group_size=2, units=3, row_units=5,
+            dy_counter=plan.dy_counter, num_blocks_max=plan.max_blocks,
+        )
+    )  # fmt: skip
+    assert plan.backward_tasks is not None
+    assert plan.backward_tasks[: len(expected)].tolist() == expected.tolist()
+    assert expected[:, [7, 9, 11, 12]].max(initial=0) == plan.counters[1] - 1
+
+
 def test_64_bit_ids_are_taken(device: torch.device) -> None:
     ids_TK, num_experts, grid = ids_of("even")
     first = planned(ids_TK.to(torch.int32), num_experts, grid, TaskOrder(), device)

@@ -11,10 +11,13 @@ from torch import Tensor
 
 from mok.autograd import Plan, experts
 from mok.backends import choose, staged
+from mok.backends import torch as torch_backend
 from mok.backends.interface import LayerShape, Options
 from mok.errors import UsageError
 from mok.grid import CallGrid
 from mok.launch import staged as launch
+from mok.quantization import Quantization
+from mok.schedule import Schedule, build_schedule
 from tests.cases import CASES, Case, Inputs, make_inputs
 from tests.tolerances import assert_no_worse, assert_same_bits, relative_error
 from tests.unit.test_backends import gradients, plain_moe
@@ -48,9 +51,14 @@ def backend_moe(backend: ModuleType, inputs: Inputs, options: Options) -> Tensor
     shared = None if inputs.shared_gate_up_JH is None else (inputs.shared_gate_up_JH, inputs.shared_down_HS)
     shared_size = shared[1].shape[1] if shared else 0
     shape = LayerShape(hidden, width, inputs.gate_EIH.shape[0], inputs.ids_TK.shape[1], shared_size=shared_size)
-    schedule = backend.build_schedule(inputs.ids_TK, shape, CallGrid(), options)
+    plan = backend.build_schedule if hasattr(backend, "build_schedule") else plan_on_host
+    schedule = plan(inputs.ids_TK, shape, CallGrid(), options)
     weights = (inputs.gate_EIH, inputs.up_EIH, inputs.down_EHI)
     return experts(inputs.x_TH, inputs.weights_TK, weights, Plan(backend, schedule, options), shared, inputs.shared_scale_T)
+
+
+def plan_on_host(ids_TK: Tensor, shape: LayerShape, grid: CallGrid, options: Options) -> Schedule:
+    return build_schedule(ids_TK, shape.num_experts, grid)
 
 
 def staged_moe(inputs: Inputs, options: Options) -> Tensor:
@@ -78,6 +86,27 @@ def compare(case: Case, device: torch.device, recompute: str = "none", factor: f
 def test_no_worse_than_plain_torch(case: Case, device: torch.device) -> None:
     case = fit(case, device)
     compare(case, device, "all" if case.name in RECOMPUTED else "none")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("coded", tokens=37, hidden=256, width=384, experts=3, top_k=2, routing="masked"),
+        Case("coded-shared", tokens=9, hidden=128, width=128, experts=2, top_k=2, shared=48),
+    ],
+    ids=lambda case: case.name,
+)
+def test_8_bit_operands_no_worse_than_their_emulation(case: Case, device: torch.device) -> None:
+    inputs = make_inputs(case, torch.bfloat16)
+    exact, plain = inputs.to(torch.float64, torch.float64), inputs.to(torch.bfloat16, torch.float32)
+    options = Options(quantization=Quantization("fp8_block"), recompute="all" if case.shared else "none")
+    y_exact, y_plain = plain_moe(exact, 0.0), backend_moe(torch_backend, plain, options)
+    wanted, allowed = gradients(exact, y_exact), gradients(plain, y_plain)
+    inputs = on(device, inputs) if device.type == "cuda" else inputs
+    y = staged_moe(inputs, options)
+    assert_no_worse("y", y.cpu(), y_exact, y_plain, 1.1)
+    for name, gradient in gradients(inputs, y).items():
+        assert_no_worse(f"d{name}", gradient.cpu(), wanted[name], allowed[name], 1.1)
 
 
 def test_second_backward_is_refused(device: torch.device) -> None:
