@@ -49,6 +49,9 @@ __all__ = ["Run", "evaluate_bits", "peak_bytes", "train"]
 
 log = logging.getLogger("mok.train")
 
+SAME_CTRL_C_S = 3.0
+"""A rank of a launch gets one Ctrl-C from the terminal and again from its launcher, which passes it on."""
+
 DENSE_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "B300": 2500e12}
 """Dense bf16 operations per second by a part of the GPU's name, from the vendor's data sheets."""
 
@@ -405,10 +408,13 @@ class Run:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         """Let Ctrl-C and SIGTERM finish the step; a second Ctrl-C stops at once."""
+        arrived: list[float] = []
 
         def on_signal(number: int, frame: FrameType | None) -> None:
-            if self._stop == "SIGINT" and number == signal.SIGINT:
-                raise KeyboardInterrupt
+            if number == signal.SIGINT:
+                arrived.append(time.monotonic())
+                if arrived[-1] - arrived[0] > SAME_CTRL_C_S:
+                    raise KeyboardInterrupt
             self._stop = signal.Signals(number).name
 
         before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -225,6 +225,8 @@ def launch(module: str, arguments: Sequence[str], nproc: int) -> int:
     for name in [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed.elastic")]:
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // nproc, 1)))
+    # Ranks that were asked to stop write a checkpoint first, and end by themselves (torch 2.11 kills them after 30 s).
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "3600")
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     config = LaunchConfig(

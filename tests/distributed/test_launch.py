@@ -60,6 +60,25 @@ def test_a_lost_or_stalled_rank_ends_the_run_on_all_ranks(tmp_path: Path, number
     assert checkpoint.state_sha256(checkpoint.tensor_checksums(tensors)) == saved.manifest["state_sha256"]
 
 
+def test_ctrl_c_on_one_rank_under_torchrun_saves_once_and_ends_every_rank_with_130(tmp_path: Path) -> None:
+    """torchrun reports the exit codes of its ranks; its own is 1 whatever they are."""
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "mok_cli"]
+    command += ["train", "toy", *settings(tmp_path), "--out", str(out), "--steps", "100000", "--set", "checkpoint.every=0"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_for_step(process, out, 2)
+    os.kill(pids_of_ranks(out)[1], signal.SIGINT)
+    printed, errors = process.communicate(timeout=60)
+    step = metrics(out)[-1]["step"]
+    assert f"Error: stopped by SIGINT after step {step}, which is saved" in errors
+    assert [path.name for path in sorted((out / "checkpoints").iterdir())] == ["latest", f"step_{step:06d}"]
+    assert printed.count("saved ") == 1 and not pids_of_ranks(out)
+    assert len(re.findall(r"exitcode +: 130 ", errors)) == 2, errors
+
+
 def test_sigterm_saves_once_and_ends_every_rank_with_130(tmp_path: Path) -> None:
     out = tmp_path / "run"
     process = start(tmp_path, out, "--steps", "100000", "--nproc", "2", "--set", "checkpoint.every=0")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from mok import checkpoint
 from mok.errors import CheckpointError, DataError, Interrupted, NonFiniteError, RunError, UsageError
+from mok.train import loop
 from tests.train.runs import At, make_run, metrics_of, timeless, train
 
 
@@ -58,6 +60,25 @@ def test_out_of_time_saves_and_ends_well(tmp_path: Path) -> None:
     run.train(max_minutes=1e-9)
     assert "time is up at step 1 of 1000" in lines.getvalue()
     assert os.listdir(tmp_path / "run/checkpoints").count("step_000001") == 1
+
+
+def interrupt(*seconds: float) -> None:
+    for pause in seconds:
+        time.sleep(pause)
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_one_ctrl_c_may_arrive_twice_and_a_second_one_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = make_run(tmp_path)
+    run.observer = At(2, lambda: interrupt(0.0, 0.1))
+    with pytest.raises(Interrupted, match="after step 2, which is saved"):
+        run.train()
+    monkeypatch.setattr(loop, "SAME_CTRL_C_S", 0.05)
+    run, _ = make_run(tmp_path, resume="auto")
+    run.observer = At(4, lambda: interrupt(0.0, 0.1))
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert checkpoint.latest(tmp_path / "run/checkpoints").step == 2
 
 
 def test_a_finished_run_says_so(tmp_path: Path) -> None:
