@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ALIGNMENT",
+    "GEMM_MULTIPLE",
     "Bank",
     "Exchange",
     "GradBuffers",
@@ -38,9 +39,9 @@ __all__ = [
 # (an expert's matrix, I x H with both multiples of 16, fills whole blocks) and every GEMM operand is aligned.
 ALIGNMENT = 256
 
-
 GEMM_MULTIPLE = 16
-"""Rows and columns of a product; with others a CPU's bits depend on how many products are made at once."""
+"""Rows and columns of every product come in multiples of this: with others a row's bits depend, on a CPU, on where in the
+matrix it is and on how many products are made at once (docs/numerics.md)."""
 
 
 def halving_tree(terms: Tensor, out: Tensor | None = None) -> Tensor:

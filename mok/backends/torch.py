@@ -20,7 +20,7 @@ from mok.backends.activation import silu, silu_backward
 from mok.backends.interface import ExpertWeights, InputGrads, LayerShape, Options, SharedGrads
 from mok.backends.quantization import Operand, pack_rows, round_row_groups, round_rows, round_weight, unpack_rows
 from mok.errors import MokError
-from mok.gradients import GradBuffers
+from mok.gradients import GEMM_MULTIPLE, GradBuffers
 from mok.quantization import Quantization
 from mok.schedule import Schedule
 from mok.transport.interface import RowTransport
@@ -32,7 +32,6 @@ TRANSPORTS = ("collective",)
 """How rows may travel between ranks, see `mok.backends.interface`."""
 
 SUM_BLOCK = 128  # columns that one block of the router-weight gradient adds up
-GEMM_MULTIPLE = 16  # rows and columns; with other sizes MKL's sums depend on where in the matrix a row is
 GEMM_ALIGNMENT_BYTES = 16
 
 

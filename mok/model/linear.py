@@ -15,18 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mok.gradients import add_gradient, add_product, slices_of
+from mok.gradients import GEMM_MULTIPLE, add_gradient, add_product, slices_of
 
-__all__ = ["ROWS", "embedding", "linear", "matmul_rows"]
-
-ROWS = 16
-"""GEMMs have multiples of this many rows and columns: below it a CPU product's bits depend on the shape."""
+__all__ = ["embedding", "linear", "matmul_rows"]
 
 
 def matmul_rows(x_TC: Tensor, w_CN: Tensor) -> Tensor:
     """x @ w whose rows do not depend on how many there are; N must be a multiple of 16."""
     tokens = x_TC.shape[0]
-    padding = -tokens % ROWS
+    padding = -tokens % GEMM_MULTIPLE
     if padding == 0:
         return x_TC @ w_CN
     return (F.pad(x_TC, (0, 0, 0, padding)) @ w_CN)[:tokens]

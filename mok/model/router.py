@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from mok.errors import NonFiniteError, UsageError
-from mok.gradients import add_gradient, add_product, slices_of
+from mok.gradients import GEMM_MULTIPLE, add_gradient, add_product, slices_of
 from mok.grid import CallGrid
 from mok.launch.status import HostCopy
 
 __all__ = ["Router", "Routes", "Routing", "route", "router_linear", "updated_bias"]
 
-GEMM_MULTIPLE = 16  # rows and columns, see docs/numerics.md
 SIGMOID_EPSILON = 1e-20  # added to the sum of sigmoid scores, as the published sigmoid routers do
 
 

@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from mok.ahead import ahead
 from mok.config import Recipe
+from mok.gradients import GEMM_MULTIPLE
 from mok.grid import CallGrid
 from mok.model.attention import Attention, Rotary
 from mok.model.dense import DenseMLP
-from mok.model.linear import ROWS, embedding, matmul_rows
+from mok.model.linear import embedding, matmul_rows
 from mok.model.moe import MoE, MoEStats
 from mok.model.norm import RMSNorm
 from mok.quantization import FORMATS
@@ -139,7 +140,7 @@ class Decoder(nn.Module):
         self.config, self.vocab_size = model, vocab_size
         self.recompute = recipe.train.recompute == "blocks"
         self.group = group or Group()
-        rows = -(-vocab_size // ROWS) * ROWS
+        rows = -(-vocab_size // GEMM_MULTIPLE) * GEMM_MULTIPLE
         self.w_embedding = nn.Parameter(torch.zeros(rows, model.hidden_size, dtype=dtype, device=device))
         self.blocks = nn.ModuleList(Block(recipe, layer, self.group, dtype, device) for layer in range(model.num_layers))
         self.norm = RMSNorm(model.hidden_size, model.norm_eps, dtype=dtype, device=device)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mok.data.tokenizer import Tokenizer
 from mok.errors import UsageError
+from mok.gradients import GEMM_MULTIPLE
 from mok.grid import CallGrid
-from mok.model.linear import ROWS
 from mok.model.transformer import Decoder
 
 __all__ = ["printable", "sample_text"]
@@ -34,7 +34,7 @@ def sample_text(
     given = len(ids)
     for place in range(tokens):
         context = ids[-window:]
-        padded = context + [0] * (-len(context) % ROWS)
+        padded = context + [0] * (-len(context) % GEMM_MULTIPLE)
         logits_V = model.logits(torch.tensor([padded], device=model.w_embedding.device), grid)[0, len(context) - 1]
         chosen = _choose(logits_V.float().cpu(), temperature, _uniform(seed, step, place))
         if chosen == tokenizer.end_id:
