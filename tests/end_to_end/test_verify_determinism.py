@@ -66,6 +66,16 @@ def test_axes_of_one_process(shop: ForkingWorkshop) -> None:
     assert [(axis.axis, axis.status) for axis in report.axes] == [(axis, "equal") for axis in axes], report.to_dict()
 
 
+@pytest.mark.parametrize("dtype", ["fp8_block", "mxfp8"])
+def test_8_bit_layers_too(dtype: str, tmp_path: Path) -> None:
+    sizes = ("model.hidden_size", "moe.intermediate_size")
+    words = [word for word in settings(tmp_path)[1::2] if word.partition("=")[0] not in sizes]
+    words += [f"train.dtype={dtype}", *(f"{size}=128" for size in sizes)]
+    axes = ("resume", "accumulation", "batch")
+    report, _ = verify_recipe(ForkingWorkshop(tmp_path / "arms", recipes.load("toy", words, steps=3)), axes)
+    assert [(axis.axis, axis.status) for axis in report.axes] == [(axis, "equal") for axis in axes], report.to_dict()
+
+
 @pytest.mark.parametrize("kind", ["order", "clock"])
 def test_parts_of_a_gradient_in_another_order_are_found(shop: ForkingWorkshop, kind: str) -> None:
     report, _ = verify_recipe(shop, ["rerun"], inject=kind)

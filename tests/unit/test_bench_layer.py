@@ -150,6 +150,22 @@ def test_an_8_bit_layer_is_held_to_the_error_of_its_format() -> None:
         worst_error(problem, contestant, make_truth(problem), ours=True)
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "fp8_block"])
+def test_a_wrong_8_bit_layer_of_small_weights_is_caught(name: str) -> None:
+    """Outputs of 1e-6 would pass any absolute tolerance; gate and up exchanged must not."""
+    problem = make_problem("small", LayerShape(128, 128, 4, 2), 24, "balanced", CPU, torch.bfloat16)
+    for weight in (problem.gate_EIH, problem.up_EIH, problem.down_EHI):
+        weight.mul_(1e-3)
+    problem.quantization = Quantization(name)
+    truth = make_truth(problem)
+    assert worst_error(problem, Mok(problem, "torch"), truth, ours=True) < 0.1
+    problem.gate_EIH, problem.up_EIH = problem.up_EIH, problem.gate_EIH
+    exchanged = Mok(problem, "torch")
+    problem.gate_EIH, problem.up_EIH = problem.up_EIH, problem.gate_EIH
+    with pytest.raises(CheckFailed, match="from float64, allowed"):
+        worst_error(problem, exchanged, truth, ours=True)
+
+
 @pytest.mark.interop
 @pytest.mark.parametrize("name", ["torchtitan", "scattermoe", "sonicmoe"])
 def test_a_peer_that_is_installed_computes_the_same(name: str) -> None:

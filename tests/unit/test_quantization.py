@@ -187,6 +187,26 @@ def test_kept_weights_are_those_of_the_last_change_that_was_told() -> None:
     assert_same_bits("quantised again", layer(x), after)
 
 
+@pytest.mark.parametrize("quantization", EVERYTHING, ids=lambda q: q.format)
+def test_the_router_knows_nothing_of_it(quantization: Quantization) -> None:
+    """It chooses the same experts, with weights of the same bits, and its balancing bias stays fp32, where 0.001 two thousand
+    times is 2; in bf16 it would stop at 0.5."""
+    made = []
+    for chosen in (None, quantization):
+        torch.manual_seed(0)
+        layer = mok.MoE(128, 128, 4, 2, correction_bias=True, quantization=chosen, dtype=torch.bfloat16)
+        made.append(layer.to(torch.bfloat16))
+    x = torch.randn(8, 128, dtype=torch.bfloat16)
+    plain, rounded = (layer.router(x) for layer in made)
+    assert torch.equal(plain.expert_ids_TK, rounded.expert_ids_TK)
+    assert_same_bits("weights", plain.weights_TK, rounded.weights_TK)
+    assert rounded.weights_TK.dtype == torch.float32
+    router = made[1].router
+    for _ in range(2000):
+        router.update_bias(torch.tensor([9, 9, 9, 0]), 1e-3)
+    assert router.correction_bias.dtype == torch.float32 and abs(router.correction_bias[3].item() - 2.0) < 1e-3
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_value_that_is_not_finite_comes_out_as_nan(bad: float) -> None:
     inputs = make_inputs(LAYER, torch.bfloat16)
