@@ -84,14 +84,14 @@ def quantize_tiles(
 
 @triton.jit
 def quantize_weights(
-    w, codes, transposed, scales, num_rows, num_columns, expert_stride, row_stride, BLOCK: tl.constexpr
+    w, codes, transposed, scales, scales_transposed, num_rows, num_columns, expert_stride, row_stride, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Codes of a stack of weights, row by row and transposed, with one scale for BLOCK x BLOCK values.
 
     Program: one block: (block of columns, block of rows, expert).
     Reads: w bf16 or fp32 [L, num_rows, num_columns], both sizes multiples of BLOCK.
     Writes: codes uint8 [L, num_rows, num_columns], transposed uint8 [L, num_columns, num_rows], scales uint8
-        [L, num_rows / BLOCK, num_columns / BLOCK].
+        [L, num_rows / BLOCK, num_columns / BLOCK], and the same transposed.
     Waits and signals: nothing
     Example, BLOCK = 2: [[448, -0.0], [1, 0]] make codes [[0x7E, 0x80], [0x38, 0x00]], transposed [[0x7E, 0x38],
         [0x80, 0x00]] and the scale 2^0 (code 127).
@@ -104,6 +104,8 @@ def quantize_weights(
     scale = scale_code(tl.max(tl.max(magnitude, axis=1), axis=0))
     place = (expert * (num_rows // BLOCK) + tl.program_id(1)) * (num_columns // BLOCK) + tl.program_id(0)
     tl.store(scales + place, scale.to(tl.uint8))
+    place = (expert * (num_columns // BLOCK) + tl.program_id(0)) * (num_rows // BLOCK) + tl.program_id(1)
+    tl.store(scales_transposed + place, scale.to(tl.uint8))
     found = encode(values, scale)
     first = expert * num_rows * num_columns
     tl.store(codes + first + rows[:, None] * num_columns + columns[None, :], found)

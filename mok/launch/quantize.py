@@ -46,11 +46,13 @@ class Both(NamedTuple):
 
 class CodedWeight(NamedTuple):
     """A stack of weights [L, A, B] for products of codes, whose operands run along the contraction. codes: float8_e4m3fn
-    [L, A, B], transposed: the same [L, B, A]; scales: E8M0 as bytes [L, A / block, B / block], of block x block values."""
+    [L, A, B]; scales: E8M0 as bytes [L, A / block, B / block], of block x block values. transposed, scales_transposed: the same
+    with the last two axes exchanged."""
 
     codes: Tensor
     transposed: Tensor
     scales: Tensor
+    scales_transposed: Tensor
 
 
 class CodedRows(NamedTuple):
@@ -84,13 +86,14 @@ def quantize_weight(w_LAB: Tensor, block: int) -> CodedWeight:
     codes = torch.empty(count, rows, columns, dtype=torch.float8_e4m3fn, device=w_LAB.device)
     transposed = torch.empty(count, columns, rows, dtype=torch.float8_e4m3fn, device=w_LAB.device)
     scales = torch.empty(count, rows // block, columns // block, dtype=torch.uint8, device=w_LAB.device)
+    scales_transposed = torch.empty(count, columns // block, rows // block, dtype=torch.uint8, device=w_LAB.device)
     grid = columns // block, rows // block, count
     if w_LAB.numel():
         quantize_weights[grid](
-            w_LAB, codes.view(torch.uint8), transposed.view(torch.uint8), scales, rows, columns, w_LAB.stride(0),
-            w_LAB.stride(1), BLOCK=block, num_warps=block // 16, enable_fp_fusion=False,
+            w_LAB, codes.view(torch.uint8), transposed.view(torch.uint8), scales, scales_transposed, rows, columns,
+            w_LAB.stride(0), w_LAB.stride(1), BLOCK=block, num_warps=block // 16, enable_fp_fusion=False,
         )  # fmt: skip
-    return CodedWeight(codes, transposed, scales)
+    return CodedWeight(codes, transposed, scales, scales_transposed)
 
 
 def _empty(x_MC: Tensor, columns: int, scales: tuple[int, int], block: tuple[int, int]) -> Quantized:

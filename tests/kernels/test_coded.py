@@ -146,7 +146,7 @@ def test_weights_in_both_orientations(kind: str, device: torch.device) -> None:
             codes, scale = definition.quantize_block(w[0][block])
             assert_same_bits("codes", found.codes[0].view(torch.uint8).cpu()[block], codes)
             assert_same_bits("transposed", found.transposed[0].view(torch.uint8).cpu().t()[block], codes)
-            assert found.scales[0, i, j] == scale
+            assert found.scales[0, i, j] == found.scales_transposed[0, j, i] == scale
 
 
 def test_stacked_weights_with_gaps(device: torch.device) -> None:
