@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from mok import checkpoint, dcp, safetensors_files
 from mok.errors import CheckpointError
+from mok.grid import Grid, Layout
+from mok.train.processes import assemble
 from tests.distributed.processes import run_distributed
 
 NUM_EXPERTS = 4
@@ -109,3 +113,35 @@ def test_the_same_step_is_never_overwritten_by_several_ranks(tmp_path: Path) -> 
     run_distributed(save, 2, str(tmp_path))
     with pytest.raises(RuntimeError, match="exists already and is never overwritten"):
         run_distributed(save, 2, str(tmp_path))
+
+
+def save_slowly(rank: int, world_size: int, folder: str, pauses: tuple[float, float], timeout_s: float) -> int:
+    """The steps that rank `rank` saved after it paused inside its part of the writing; what a watch says goes to a file."""
+    layout = Layout(Grid(2, 1, 1, 1, 2), 2, 1, rank)
+    ranks = assemble(layout, torch.device("cpu"), timeout_s)
+
+    def end(message: str) -> None:
+        Path(folder, f"rank-{rank}.txt").write_text(message)
+        os._exit(1)
+
+    def on_host(tensor: torch.Tensor) -> torch.Tensor:
+        time.sleep(pauses[rank])
+        return tensor
+
+    ranks.watch._end = end
+    checkpoint.on_host = on_host
+    tensors = {f"of rank {rank}": torch.ones(4)}
+    saved = dcp.save(Path(folder), 1, tensors, {}, 0, ranks.collective)
+    ranks.watch.stop()
+    return saved.step
+
+
+def test_a_rank_that_stalls_in_a_save_is_named_and_one_that_works_is_left_alone(tmp_path: Path) -> None:
+    """Writing for longer than the limit is work; what counts is for how long another rank has waited."""
+    assert run_distributed(save_slowly, 2, str(tmp_path / "both"), (2.0, 2.0), 1.0) == [1, 1]
+    (tmp_path / "one").mkdir()
+    with pytest.raises(RuntimeError, match="died"):
+        run_distributed(save_slowly, 2, str(tmp_path / "one"), (0.0, 40.0), 1.0)
+    message = (tmp_path / "one" / "rank-0.txt").read_text()
+    assert message == "rank 1 stalled at step 0, stage save: the others waited for 1 s"
+    assert checkpoint.latest(tmp_path / "one") is None
