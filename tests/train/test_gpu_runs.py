@@ -11,8 +11,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from mok import dcp
+from mok.grid import Grid, Layout
+from mok.recipe import load
+from mok.train.batches import Batches
+from mok.train.processes import assemble
+from mok.train.ranks import OneRank
+from mok.train.state import TrainState
+from mok.train.step import train_step
 from tests.train.runs import RECIPE, arguments
+from tests.train.test_gpu_step import VOCABULARY, Sequences
 
 pytestmark = pytest.mark.gpu
 
@@ -62,6 +73,27 @@ def test_two_ranks_choose_the_kernels_of_one_and_give_its_bits(tmp_path: Path) -
     together = outcome(start(tmp_path, "together", *options), tmp_path / "together")
     assert together[0]["kernels"] == alone[0]["kernels"]
     assert together[1] == alone[1] and together[2] == alone[2]
+
+
+def test_what_ranks_over_nccl_save_is_what_one_rank_loads(tmp_path: Path) -> None:
+    """A launch of one rank with its groups: DTensors on the GPU, plans over gloo."""
+    recipe = load(str(RECIPE), arguments(tmp_path, *SIZES))
+    layout = Layout(Grid.of(recipe))
+    device = torch.device("cuda", 0)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    try:
+        ranks = assemble(layout, device, 60.0)
+        state = TrainState(recipe, VOCABULARY, ranks, device)
+        assert all(isinstance(group.exp_avg, DTensor) for group in state.optimizer.groups)
+        train_step(state, Batches(Sequences(recipe.train.sequence_length), layout.grid))
+        saved = dcp.save(tmp_path, 1, state.tensors(), {"samples": state.samples}, 0, ranks.collective)
+        ranks.watch.stop()
+    finally:
+        dist.destroy_process_group()
+    alone = TrainState(recipe, VOCABULARY, OneRank(layout), device, fill=False)
+    alone.load(saved)
+    assert alone.state_sha256() == state.state_sha256() == saved.manifest["state_sha256"]
 
 
 def test_the_library_refuses_a_cuda_that_started_without_its_workspace() -> None:
