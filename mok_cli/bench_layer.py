@@ -34,7 +34,7 @@ SLOWER = 1.1
     type=click.Choice(["bf16", "fp32", "mxfp8", "fp8_block"]),
     default="bf16",
     show_default=True,
-    help="As train.dtype; peers of an 8-bit layer compute in bf16.",
+    help="As train.dtype; an 8-bit layer is timed beside ours in bf16, and with weights kept quantised. Peers compute in bf16.",
 )
 @click.option("--backend", default="auto", show_default=True, help="Who computes our side, as moe.backend.")
 @click.option(

@@ -194,11 +194,14 @@ def bench_layer(
     """Time our `backend`, once for each of `recompute`, and each peer on each of `problems` (name -> shape, tokens): forward,
     and forward+backward.
 
-    against: names of `mok.bench.peers.layer.PEERS`. A peer that is not installed, fails or is wrong is left out, which `say` is
-    told and the report's `environment["left_out"]` keeps. Raises UsageError for a peer that is unknown, CheckFailed where a
-    result of ours is wrong, before any figure of that shape.
+    quantization: ours is then timed three times: with weights quantised in each call, with weights kept, and in bf16, which has
+    the bar of a peer. against: names of `mok.bench.peers.layer.PEERS`. A peer that is not installed, fails or is wrong is left
+    out, which `say` is told and the report's `environment["left_out"]` keeps. Raises UsageError for a peer that is unknown,
+    CheckFailed where a result of ours is wrong, before any figure of that shape.
     """
     makers = {"mok" if how == "none" else f"mok {how}": peers.mok_with(backend, how) for how in recompute}
+    if quantization is not None:
+        makers |= {"mok kept": peers.mok_with(backend, weights="kept"), "bf16": peers.mok_with(backend, weights="bf16")}
     makers |= {name: peers.find(name) for name in against}
     rows: list[LayerRow] = []
     clock = Clock(device, calls, warmup)

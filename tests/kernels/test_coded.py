@@ -10,6 +10,8 @@ from torch import Tensor
 
 import mok
 from mok.errors import UsageError
+from mok.kernels.quantize import quantize_weights
+from mok.kernels.rows import dispatch_scales
 from mok.launch.config import KernelConfig
 from mok.launch.plan import TaskOrder
 from mok.launch.quantize import quantize, quantize_weight
@@ -147,6 +149,21 @@ def test_weights_in_both_orientations(kind: str, device: torch.device) -> None:
             assert_same_bits("codes", found.codes[0].view(torch.uint8).cpu()[block], codes)
             assert_same_bits("transposed", found.transposed[0].view(torch.uint8).cpu().t()[block], codes)
             assert found.scales[0, i, j] == found.scales_transposed[0, j, i] == scale
+
+
+def test_examples_of_the_docstrings(device: torch.device) -> None:
+    w = torch.tensor([[448.0, -0.0], [1.0, 0.0]], device=device)
+    codes, transposed = (torch.empty(2, 2, dtype=torch.uint8, device=device) for _ in range(2))
+    scales, scales_transposed = (torch.empty(1, dtype=torch.uint8, device=device) for _ in range(2))
+    quantize_weights[(1, 1, 1)](w, codes, transposed, scales, scales_transposed, 2, 2, 4, 2, BLOCK=2)
+    assert codes.tolist() == [[0x7E, 0x80], [0x38, 0x00]] and transposed.tolist() == [[0x7E, 0x38], [0x80, 0x00]]
+    assert scales.tolist() == scales_transposed.tolist() == [127]
+    routes = torch.tensor([5, -1, 0, 7], dtype=torch.int32, device=device)
+    of_tokens = torch.tensor([[100], [101], [102], [103]], dtype=torch.uint8, device=device)
+    of_rows = torch.full((1, 4), 9, dtype=torch.uint8, device=device)
+    sizes = torch.tensor([3], dtype=torch.int32, device=device)
+    dispatch_scales[(1, 1)](of_tokens, of_rows, routes, sizes, 1, 4, 2, ROWS=4, BLOCKS=1)
+    assert of_rows.tolist() == [[102, 0, 100, 9]]
 
 
 def test_stacked_weights_with_gaps(device: torch.device) -> None:

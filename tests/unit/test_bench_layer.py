@@ -140,8 +140,10 @@ def test_an_8_bit_layer_is_held_to_the_error_of_its_format() -> None:
     how = {"routing": "balanced", "backend": "torch", "check": True, "device": CPU, "dtype": torch.bfloat16}
     report = bench_layer(layers, against=["torch"], quantization=Quantization("mxfp8"), calls=2, warmup=1, sustain_s=0.0, **how)
     assert report.environment["dtype"] == "mxfp8"
-    ours, theirs = report.rows[0].relative_error, report.rows[2].relative_error
-    assert 0.03 < ours < 0.1 and theirs < 0.02
+    assert [row.name for row in report.rows[::2]] == ["mok torch", "mok torch, kept", "mok torch, bf16", "torch loop"]
+    ours, kept, bf16, theirs = (row.relative_error for row in report.rows[::2])
+    assert 0.03 < ours == kept < 0.1 and max(bf16, theirs) < 0.02
+    assert set(report.rows[0].ratio_to) == {"mok torch, kept", "mok torch, bf16", "torch loop"}
     problem = make_problem("small", *layers["small"], "balanced", CPU, torch.bfloat16)
     problem.quantization = Quantization("mxfp8")
     contestant = Mok(problem, "torch")

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from mok.backends.interface import Options
+from mok.backends.quantization import WeightCache
 from mok.bench.peers.absent import Absent
 from mok.errors import UsageError
 from mok.grid import CallGrid
@@ -37,12 +38,18 @@ class Contestant(Protocol):
 
 class Mok:
     """Ours. Expert gradients are written to fp32, as the first call of a training step does. kernel, recompute: see
-    `mok.backends.interface.Options`."""
+    `mok.backends.interface.Options`. weights: of a layer with 8-bit operands "quantised" in each call, as in the first of a
+    step; "kept" from call to call, as in its other calls; or "bf16", with operands as they are."""
 
-    def __init__(self, problem: Any, backend: str, kernel: Any = None, recompute: str = "none") -> None:
-        self.name = f"mok {backend}" if recompute == "none" else f"mok {backend}, recompute {recompute}"
+    def __init__(
+        self, problem: Any, backend: str, kernel: Any = None, recompute: str = "none", weights: str = "quantised"
+    ) -> None:
+        notes = ("" if recompute == "none" else f", recompute {recompute}", "" if weights == "quantised" else f", {weights}")
+        self.name = f"mok {backend}" + "".join(notes)
         self._backend = backend
-        self._options = Options(recompute=recompute, kernel=kernel, quantization=problem.quantization)
+        quantization = None if weights == "bf16" else problem.quantization
+        cache = WeightCache() if weights == "kept" else None
+        self._options = Options(recompute=recompute, kernel=kernel, quantization=quantization, weight_cache=cache)
         self._weights = [weight.detach().requires_grad_() for weight in (problem.gate_EIH, problem.up_EIH, problem.down_EHI)]
         for weight in self._weights:
             weight.lane_grads = torch.empty((1, *weight.shape), dtype=torch.float32, device=weight.device)
@@ -154,6 +161,6 @@ def find(name: str) -> Callable[[Any], Contestant]:
     return maker
 
 
-def mok_with(backend: str, recompute: str = "none") -> Callable[[Any], Contestant]:
+def mok_with(backend: str, recompute: str = "none", weights: str = "quantised") -> Callable[[Any], Contestant]:
     """The maker of our layer on `backend`."""
-    return lambda problem: Mok(problem, backend, recompute=recompute)
+    return lambda problem: Mok(problem, backend, recompute=recompute, weights=weights)
