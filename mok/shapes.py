@@ -68,19 +68,21 @@ class LayerShape:
 class WorkspaceShape:
     """The memory that each rank of a group opens to the others, for rows that travel through it: one for all layers of a model.
 
-    tokens: T of a call, at most. top_k, hidden_size: K and H of the layers. ranks: R.
+    tokens: T of a call, at most. top_k, hidden_size, intermediate_size: K, H and I of the layers. ranks: R.
     """
 
     tokens: int
     top_k: int
     hidden_size: int
+    intermediate_size: int
     ranks: int
 
     def regions(self) -> dict[str, tuple[int, int]]:
         """(first byte, bytes) by name, in order; each starts on 256 bytes.
 
-        flags: 32 bytes for each rank. ids: routes of two calls, int32, each after 8 of their own. row_flags, weights, sums: 4
-        bytes for each route. x, dy: T rows. returned: T * K rows, where a token's rows come back.
+        flags: 32 bytes for each rank. ids: routes of two calls, int32, each after 8 of their own. row_flags, weights: 4 bytes
+        for each route. x, dy: T rows. returned: T * K rows, where a token's rows come back; with each, fp32, `partials`: the
+        sums over blocks of 128 columns that the router weight's gradient is made of.
         """
         routes, row = self.tokens * self.top_k, 2 * self.hidden_size
         sizes = {
@@ -88,7 +90,7 @@ class WorkspaceShape:
             "ids": 2 * _aligned(4 * (8 + routes)),
             "row_flags": 4 * routes,
             "weights": 4 * routes,
-            "sums": 4 * routes,
+            "partials": 4 * routes * self.num_partials,
             "x": self.tokens * row,
             "dy": self.tokens * row,
             "returned": routes * row,
@@ -100,7 +102,12 @@ class WorkspaceShape:
         return found
 
     @property
+    def num_partials(self) -> int:
+        return -(-self.intermediate_size // 128)
+
+    @property
     def bytes(self) -> int:
+        """Of all regions."""
         start, size = self.regions()["returned"]
         return start + _aligned(size)
 
@@ -134,7 +141,8 @@ def workspace_shape(recipe: Recipe, ep: int, tokens: int) -> WorkspaceShape:
     """The memory that a rank opens to the others of its group with `moe.transport = "peer"`. tokens: of the rank in one call; a
     text sample, padded to 16 tokens, must fit too."""
     longest = -(-recipe.train.sequence_length // 16) * 16
-    return WorkspaceShape(max(tokens, longest), recipe.moe.top_k, recipe.model.hidden_size, ep)
+    moe = recipe.moe
+    return WorkspaceShape(max(tokens, longest), moe.top_k, recipe.model.hidden_size, moe.intermediate_size, ep)
 
 
 def may_open_memory(recipe: Recipe, ep: int) -> bool:

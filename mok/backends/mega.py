@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,30 +20,35 @@ from mok.errors import UsageError
 from mok.gradients import GradBuffers
 from mok.grid import CallGrid
 from mok.quantization import Quantization
+from mok.transport.peer import PeerTransport
 
 if TYPE_CHECKING:  # Triton is missing on some systems, and `why_not` must be able to say so
     from mok.launch.coded import CodedWeights
     from mok.launch.config import KernelConfig
     from mok.launch.mega import Gradients
+    from mok.launch.peer import PeerPlan
     from mok.launch.plan import DevicePlan
 
 __all__ = ["TRANSPORTS", "MegaSchedule", "Saved", "backward", "build_schedule", "forward", "settings", "why_not"]
 
 TRANSPORTS = ()
-"""See `mok.backends.interface`: it computes on one rank only."""
+"""See `mok.backends.interface`. Its launches pull and return rows through peer memory themselves; that is compiled and modelled
+by tests, and stays refused until tests/kernels/test_gpu_peer.py has passed on a GPU."""
 
 
 @dataclass(frozen=True)
 class MegaSchedule:
-    """What a call is walked by: the grid, the device's plan, and the settings the plan's order was made for."""
+    """What a call is walked by: the grid, the device's plan, and the settings the plan's order was made for. peers: what more
+    there is to know of several ranks; the plan is then its `own`."""
 
     grid: CallGrid
     plan: DevicePlan
     config: KernelConfig
+    peers: PeerPlan | None = None
 
     @property
     def counts_CE(self) -> Tensor:
-        return self.plan.counts_CE
+        return self.plan.counts_CE if self.peers is None else self.peers.counts_CE
 
 
 @dataclass(frozen=True)
@@ -91,28 +96,32 @@ def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device, quantiz
 
 
 def build_schedule(expert_ids_TK: Tensor, shape: LayerShape, grid: CallGrid, options: Options) -> MegaSchedule:
-    """The plan of a call, made on the device. Ids out of range are taken as masked, and left in the layer's status word."""
+    """The plan of a call, made on the device. Ids out of range are taken as masked, and left in the layer's status word. Over
+    several ranks every rank makes it together with the others, from all their ids."""
+    from mok.kernels.tasks import ROW_BLOCK
     from mok.launch.coded import code_box
     from mok.launch.mega import row_box
+    from mok.launch.peer import plan_over_ranks
     from mok.launch.plan import plan_on_device
 
     config = options.kernel or settings(shape, expert_ids_TK.device, expert_ids_TK.shape[0])
-    coded = options.quantization is not None
-    row_units = row_box(shape.hidden_size).units_per_block
-    plan = plan_on_device(
-        expert_ids_TK,
-        shape.num_experts,
-        shape.hidden_size,
-        shape.intermediate_size,
-        config.forward_order,
-        config.backward_order,
-        grid=grid,
-        units=code_box(shape.hidden_size).units_per_block if coded else row_units,
-        row_units=row_units if coded else None,
-        again=options.recompute != "none",
-        shared_size=shape.shared_size,
-        layer=options.layer,
-    )
+    box = row_box(shape.hidden_size)
+    sizes = shape.num_experts, shape.hidden_size, shape.intermediate_size, config.forward_order, config.backward_order
+    facts: dict[str, Any] = {
+        "grid": grid,
+        "again": options.recompute != "none",
+        "shared_size": shape.shared_size,
+        "layer": options.layer,
+    }
+    if isinstance(options.transport, PeerTransport):
+        # There each row signals for itself.
+        units = ROW_BLOCK.value * box.pieces
+        peers = plan_over_ranks(expert_ids_TK, *sizes, options.transport, units=units, **facts)
+        return MegaSchedule(grid, peers.own, config, peers)
+    units, row_units = box.units_per_block, None
+    if options.quantization is not None:
+        units, row_units = code_box(shape.hidden_size).units_per_block, box.units_per_block
+    plan = plan_on_device(expert_ids_TK, *sizes, units=units, row_units=row_units, **facts)
     return MegaSchedule(grid, plan, config)
 
 
@@ -129,6 +138,7 @@ def forward(
     """
     from mok.launch import coded
     from mok.launch import mega as launch
+    from mok.launch.peer import send_tokens
 
     x_TH, weights_TK = x_TH.contiguous(), weights_TK.contiguous()
     weights = launch.Weights(*(_copyable(w) for w in (experts.gate_LIH, experts.up_LIH, experts.down_LHI)))
@@ -142,9 +152,13 @@ def forward(
         form, cache = options.quantization.of_blocks, options.weight_cache
         named = zip(weights._fields, weights, strict=True)
         codes = coded.CodedWeights(*(coded_weight(name, weight, form, cache) for name, weight in named))
-    y_TH, plan, config = torch.empty_like(x_TH), schedule.plan, schedule.config
+    y_TH, plan, config, peers = torch.empty_like(x_TH), schedule.plan, schedule.config, schedule.peers
     clamp, keep = options.clamp, options.recompute == "none"
-    if x_TH.shape[0] and codes is not None:
+    if peers is not None:
+        send_tokens(peers, x=x_TH)
+        seen = shared if x_TH.shape[0] else None
+        y_TH, kept = launch.forward(x_TH, weights_TK, weights, plan, config, clamp=clamp, keep=keep, shared=seen, peers=peers)
+    elif x_TH.shape[0] and codes is not None:
         y_TH, kept = coded.forward(x_TH, weights_TK, codes, plan, config, clamp=clamp, keep=keep)
     elif x_TH.shape[0]:
         y_TH, kept = launch.forward(x_TH, weights_TK, weights, plan, config, clamp=clamp, keep=keep, shared=shared)
@@ -172,13 +186,16 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     """Gradients of the inputs; those of the expert weights are continued, or begun, in the lane of the call (None: frozen)."""
     from mok.launch import coded
     from mok.launch import mega as launch
+    from mok.launch.peer import send_tokens
 
     schedule, x_TH, dy_TH = saved.schedule, saved.x_TH, dy_TH.contiguous()
     gradients, tokens = _lane(grads, schedule.grid), saved.x_TH.shape[0]
-    if not tokens:
+    if schedule.peers is not None:
+        send_tokens(schedule.peers, x=x_TH, dy=dy_TH, weights=saved.weights_TK)
+    elif not tokens:
         return _no_tokens(saved, gradients)
     shared = kept = None
-    if saved.shared_gate_1SH is not None and saved.shared_up_1SH is not None and saved.shared_down_1HS is not None:
+    if tokens and saved.shared_gate_1SH is not None and saved.shared_up_1SH is not None and saved.shared_down_1HS is not None:
         shared_weights = launch.Weights(saved.shared_gate_1SH, saved.shared_up_1SH, saved.shared_down_1HS)
         shared = launch.Shared(shared_weights, None if saved.shared_scale_T is None else saved.shared_scale_T.contiguous())
     if saved.gate_rows is not None and saved.up_rows is not None:
@@ -188,9 +205,13 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
         found = coded.backward(dy_TH, x_TH, weights_TK, saved.codes, kept, plan, gradients, config, clamp=clamp)
     else:
         weights = launch.Weights(saved.gate_LIH, saved.up_LIH, saved.down_LHI)
-        found = launch.backward(dy_TH, x_TH, weights_TK, weights, kept, plan, gradients, config, clamp=clamp, shared=shared)
+        found = launch.backward(
+            dy_TH, x_TH, weights_TK, weights, kept, plan, gradients, config, clamp=clamp, shared=shared, peers=schedule.peers
+        )
     # Autograd must refuse a second backward through them.
     torch.autograd.graph.increment_version([rows for rows in kept or () if rows is not None])
+    if not tokens:  # of this rank; its experts have seen those of others
+        return _no_tokens(saved, None)
     shared_grads = None
     if found.shared_gate_rows is not None and found.shared_up_rows is not None and found.shared_wh_rows is not None:
         # Their rows are the tokens in order.

@@ -213,10 +213,10 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
 
     schedule, peers = saved.schedule, saved.schedule.peers
     rows_PH, wh_rows = dy_TH.new_empty(rows, hidden), dy_TH.new_empty(rows, width)
-    weights, weighted_plan = saved.weights_TK, plan
+    weights, own = saved.weights_TK, plan
     if peers is not None:
         peer.send_tokens(peers, x=saved.x_TH, dy=dy_TH, weights=saved.weights_TK)
-        weights, weighted_plan = peer.pull_weights(peers), peers.weighted
+        weights, own = peer.pull_weights(peers), peers.own
     gate_up_2PI = saved.gate_up_2PI
     if gate_up_2PI is None:
         gate_up_2PI = dy_TH.new_empty(2, rows, width)
@@ -232,7 +232,7 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     dweights_TK = torch.empty_like(saved.weights_TK)
     bring("dy", dy_TH, rows_PH, schedule)
     dy_rows, down = (rows_PH, saved.down_LHI) if saved.codes is None else (launch.coded_rows(rows_PH), saved.codes[2])
-    launch.dh(dy_rows, down, gate_up_2PI, wh_rows, partial, weights, weighted_plan, clamp, gpu, config)
+    launch.dh(dy_rows, down, gate_up_2PI, wh_rows, partial, weights, own, clamp, gpu, config)
     dx_rows = rows_PH
     if peers is None:
         launch.route_weight_gradients(partial, plan, dweights_TK)
@@ -262,7 +262,7 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     dx_TH = torch.empty_like(dy_TH)
     launch.combine(*arrived(dx_rows, schedule), None, shared_dx_rows, None, dx_TH)
     if peers is not None:
-        peer.take_sums(peers, dweights_TK)
+        launch.route_weight_gradients(peer.partials_back(peers), peers.own, dweights_TK)
     return InputGrads(dx_TH, dweights_TK, dscale_T, shared)
 
 
@@ -295,7 +295,7 @@ def arrived(rows_PH: Tensor, schedule: StagedSchedule) -> tuple[Tensor, DevicePl
 
     if schedule.peers is None:
         return rows_PH, schedule.plan
-    return peer.await_rows(schedule.peers), schedule.peers.home
+    return peer.await_rows(schedule.peers), schedule.peers.own
 
 
 def shared_backward(dy_TH: Tensor, saved: Saved) -> tuple[Tensor, SharedGrads, Tensor | None]:

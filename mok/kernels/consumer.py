@@ -252,6 +252,7 @@ def finish_dh(
     sums,
     task,
     HAS_SHARED: gl.constexpr,
+    HAS_PEERS: gl.constexpr,
     CLAMP: gl.constexpr,
     CODED: gl.constexpr,
     WG: gl.constexpr,
@@ -287,6 +288,9 @@ def finish_dh(
         at = place(beside(h_0, h_1, HALF_M, PIECE_N), pieces, at)
         at = place(beside(dgate_0, dgate_1, HALF_M, PIECE_N), pieces, at)
         at = place(beside(dup_0, dup_1, HALF_M, PIECE_N), pieces, at)
+        if HAS_PEERS and j == 3:
+            # Movers send them home in this launch: what the store warp signals after these pieces must cover them too.
+            store_sums(sums, task, first_total, total, HAS_SHARED, WG)
         hand_over(pieces, at, 3)
         if CODED:
             if j % 2 == 0:
@@ -297,13 +301,19 @@ def finish_dh(
                 at = quantize_packed(left_dgate, dgate, pieces, at)
                 at = quantize_packed(left_dup, dup, pieces, at)
                 hand_over(pieces, at, 2)
-    # Last: a fence in front of the pieces would wait for these stores.
-    # Read again, so that they hold no registers until here.
-    rows = gl.load(task + ROW) + WG * HALF_M + gl.arange(0, HALF_M, of_rows)
+    if not HAS_PEERS:
+        # Last: a fence in front of the pieces would wait for these stores.
+        store_sums(sums, task, first_total, total, HAS_SHARED, WG)
+    return ring_at, at
+
+
+@gluon.jit
+def store_sums(sums, task, first_total, total, HAS_SHARED: gl.constexpr, WG: gl.constexpr):
+    """The two partial sums of each row of a DH tile. The rows are read again, so that they hold no registers until here."""
+    rows = gl.load(task + ROW) + WG * HALF_M + gl.arange(0, HALF_M, total.type.layout)
     target, second = place_of_sums(sums, task, rows, HAS_SHARED)
     gl.store(target, first_total)
     gl.store(target + 1, total, mask=second)
-    return ring_at, at
 
 
 @gluon.jit
@@ -399,7 +409,9 @@ def consume(
                     layout: gl.constexpr = gl.SliceLayout(1, q[0].type.layout)
                     rows_here = gl.load(task + ROW) + WG * HALF_M + gl.arange(0, HALF_M, layout)
                     weight = weight_of_rows(moves, task, rows_here, rows_here >= 0)
-                    ring_at, at = finish_dh(q, ring, ring_at, pieces, at, weight, sums, task, job.shared, CLAMP, job.coded, WG)
+                    ring_at, at = finish_dh(
+                        q, ring, ring_at, pieces, at, weight, sums, task, job.shared, moves.has_peers, CLAMP, job.coded, WG
+                    )  # fmt: skip
                 else:
                     at = place_quarters(q, pieces, at)
             else:

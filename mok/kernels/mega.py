@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from mok.kernels.consumer import Sums, consume
 from mok.kernels.gluon_compat import record
 from mok.kernels.mover import Free, Groups, Moves, Rest, move_backward, move_forward
+from mok.kernels.peer_mover import Peers
 from mok.kernels.producer import produce
 from mok.kernels.ring import HALF_M, MOVER_SLOT_ELEMENTS, MOVER_SLOTS, PIECE_N, PLAIN_ROWS, TILE, Job, Pieces, Ring
 from mok.kernels.storer import store
@@ -117,6 +118,21 @@ def make_slots(PART: gl.constexpr):
     return slots, full
 
 
+@gluon.jit
+def peers_of(tables, HAS_PEERS: gl.constexpr):
+    """What the movers know of other ranks; nothing where all experts are here."""
+    if HAS_PEERS:
+        peers = (
+            Peers(
+                tables.bases, tables.facts, tables.epoch, tables.given_up, tables.rank_of_row, tables.place_of_row,
+                tables.route_of_pulled_row, tables.pulled_row_of_route, tables.group_of_block, tables.rank_of_route,
+            ),
+        )  # fmt: skip
+    else:
+        peers = ()
+    return peers
+
+
 RUNTIME_SIZES = ["num_tokens", "mover_tokens", "num_blocks", "num_experts", "free_target", "gate_up_tiles", "started"]
 
 
@@ -161,11 +177,13 @@ def mega_forward(
     STAGES: gl.constexpr,
     PIECES: gl.constexpr,
     TENSOR_MEMORY: gl.constexpr,
+    HAS_PEERS: gl.constexpr,
 ):
     """out[t] = sum over k of w[t, k] * (silu(x[t] gate_e^T) * (x[t] up_e^T)) down_e^T, e the expert of route (t, k).
 
     Computes: dispatch x -> x_rows; GATE_UP tiles -> h_rows (and gate_rows, up_rows if KEEP); DOWN tiles -> y_rows;
-    combine -> out. y_rows may be the memory of x_rows: a DOWN tile waits for all tiles that read its rows. HAS_SHARED: the same
+    combine -> out. y_rows may be the memory of x_rows: a DOWN tile waits for all tiles that read its rows. HAS_PEERS: x is
+    pulled from the ranks of the tokens, y_rows go back to them, and combine reads what came back. HAS_SHARED: the same
     GATE_UP and DOWN tiles of the shared experts, whose rows are the tokens, and a last term of each token's sum; without, their
     descriptors are None.
     Program: one of any number of co-resident programs (cooperative launch); 12 warps; about 226 KB of shared memory.
@@ -200,7 +218,7 @@ def mega_forward(
     moves = Moves(
         slots, slots_full, tables.route_of_row, tables.expert_of_block, tables.row_of_route, tables.weights, tables.shared,
         tables.shared_scale, out, 1 + 3 * num_blocks, num_tokens, mover_tokens, TOP_K, PARTS, PART, BOX_PARTS, HAS_SHARED,
-        HAS_SCALE,
+        HAS_SCALE, peers_of(tables, HAS_PEERS), HAS_PEERS,
     )  # fmt: skip
     groups = Groups(tables.combine_token, tables.combine_group, tables.group_target, 1 + 2 * num_blocks)
     loads = ForwardLoads(x_rows, gate, up, h_rows, down)
@@ -307,6 +325,7 @@ def mega_backward(
     STAGES: gl.constexpr,
     PIECES: gl.constexpr,
     TENSOR_MEMORY: gl.constexpr,
+    HAS_PEERS: gl.constexpr,
 ):
     """dx, the fp32 main gradients of gate, up and down, and the partial sums of the router weights' gradient.
 
@@ -347,7 +366,7 @@ def mega_backward(
     moves = Moves(
         slots, slots_full, tables.route_of_row, tables.expert_of_block, tables.row_of_route, tables.weights, tables.shared,
         tables.shared_scale, out, 1 + 4 * num_blocks + 5 * num_experts, num_tokens, mover_tokens, TOP_K, PARTS, PART, BOX_PARTS,
-        HAS_SHARED, HAS_SCALE,
+        HAS_SHARED, HAS_SCALE, peers_of(tables, HAS_PEERS), HAS_PEERS,
     )  # fmt: skip
     groups = Groups(tables.combine_token, tables.combine_group, tables.group_target, 1 + 2 * num_blocks)
     of_experts = 1 + 3 * num_blocks
@@ -383,7 +402,7 @@ def mega_backward(
                     move_backward,
                     (
                         job, dy, dy_rows_boxes, x, x_rows_boxes, dx_rows_boxes, moves, groups, x_counter, x_free, again_counter,
-                        dy_free, LAST,
+                        dy_free, sums, LAST,
                     ),
                 ),
                 (send, (job, stores, shared_stores, pieces, started, True, LAST)),
@@ -401,7 +420,7 @@ def mega_backward(
                     move_backward,
                     (
                         job, dy, dy_rows_boxes, x, x_rows_boxes, dx_rows_boxes, moves, groups, x_counter, x_free, again_counter,
-                        dy_free, LAST,
+                        dy_free, sums, LAST,
                     ),
                 ),
                 (store, (job, stores, shared_stores, pieces_0, started, True, LAST, 0)),

@@ -149,12 +149,13 @@ def mega_forward_coded(
     total_target = num_rows // ROW_BLOCK * ((PARTS * PART + TILE_N - 1) // TILE_N)
     moves = Moves(
         slots, slots_full, tables.route_of_row, tables.expert_of_block, tables.row_of_route, tables.weights, tables.shared,
-        tables.shared_scale, out, num_blocks, num_tokens, mover_tokens, TOP_K, PARTS, PART, BOX_PARTS, False, False,
+        tables.shared_scale, out, num_blocks, num_tokens, mover_tokens, TOP_K, PARTS, PART, BOX_PARTS, False, False, (),
+        False,
     )  # fmt: skip
     code_moves = Moves(
         slots, slots_full, tables.route_of_row, tables.expert_of_block, tables.row_of_route, tables.weights, tables.shared,
         tables.shared_scale, out, num_blocks, num_tokens, mover_tokens, TOP_K, CODE_PARTS, CODE_PART, CODE_BOX_PARTS, False,
-        False,
+        False, (), False,
     )  # fmt: skip
     groups = Groups(tables.combine_token, tables.combine_group, tables.group_target, 1 + 2 * num_blocks)
     loads = CodedForwardLoads(x_codes, x_scales, gate, up, h_codes, h_scales, down)
@@ -269,12 +270,13 @@ def mega_backward_coded(
     total_target = num_rows // ROW_BLOCK * ((PARTS * PART + TILE_N - 1) // TILE_N)
     moves = Moves(
         slots, slots_full, tables.route_of_row, tables.expert_of_block, tables.row_of_route, tables.weights, tables.shared,
-        tables.shared_scale, out, num_blocks, num_tokens, mover_tokens, TOP_K, PARTS, PART, BOX_PARTS, False, False,
+        tables.shared_scale, out, num_blocks, num_tokens, mover_tokens, TOP_K, PARTS, PART, BOX_PARTS, False, False, (),
+        False,
     )  # fmt: skip
     code_moves = Moves(
         slots, slots_full, tables.route_of_row, tables.expert_of_block, tables.row_of_route, tables.weights, tables.shared,
         tables.shared_scale, out, num_blocks, num_tokens, mover_tokens, TOP_K, CODE_PARTS, CODE_PART, CODE_BOX_PARTS, False,
-        False,
+        False, (), False,
     )  # fmt: skip
     groups = Groups(tables.combine_token, tables.combine_group, tables.group_target, 1 + 2 * num_blocks)
     of_experts = 1 + 3 * num_blocks

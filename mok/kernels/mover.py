@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from mok.kernels.gluon_compat import barrier, record, tma_load, tma_store
+from mok.kernels.peer_mover import FACT_DY, FACT_X, await_token, pull, send_back
 from mok.kernels.ring import (
     MOVER_SLOT_ELEMENTS,
     MOVER_SLOTS,
@@ -46,6 +47,8 @@ class Moves:
     box_parts: gl.constexpr
     has_shared: gl.constexpr
     has_scale: gl.constexpr
+    peers: gl.tuple
+    has_peers: gl.constexpr
 
 
 @record
@@ -167,6 +170,16 @@ def groups_up_to(job, groups, done, index):
 
 
 @gluon.jit
+def rows_of(job, moves, groups, done, index):
+    """Wait for the rows of token `index` of the sorted order: for groups of tiles, or for the ranks that return them."""
+    if moves.has_peers:
+        fence_async_global(await_token(job, moves, moves.peers[0], gl.load(groups.token + index)))
+    else:
+        done = groups_up_to(job, groups, done, index)
+    return done
+
+
+@gluon.jit
 def combine(job, rows, moves, groups, at, WEIGHTED: gl.constexpr):
     """Sum rows of y_rows (weighted) or dx_rows for this program's share of the first `mover_tokens` tokens.
 
@@ -189,7 +202,7 @@ def combine(job, rows, moves, groups, at, WEIGHTED: gl.constexpr):
     if first < moves.mover_tokens:
         wait_for_shared(job, moves)
         units = ((moves.mover_tokens - 1 - first) // stride + 1) * (CHUNKS * ROUNDS)
-        done = groups_up_to(job, groups, done, first)
+        done = rows_of(job, moves, groups, done, first)
         fetch_slots(rows, moves, 0, gl.load(groups.token + first), at.slot, boxes, SLOTS, ROUNDS, BOX_PARTS)
     accumulator = gl.zeros([1, BOX_PARTS, moves.part], gl.float32, layout)
     for i in range(units):
@@ -198,7 +211,8 @@ def combine(job, rows, moves, groups, at, WEIGHTED: gl.constexpr):
         after = at.next()
         if i + 1 < units:
             index_ahead = first + ((i + 1) // (CHUNKS * ROUNDS)) * stride
-            done = groups_up_to(job, groups, done, index_ahead)
+            if (i + 1) % (CHUNKS * ROUNDS) == 0:
+                done = rows_of(job, moves, groups, done, index_ahead)
             token_ahead = gl.load(groups.token + index_ahead)
             fetch_slots(rows, moves, (i + 1) % (CHUNKS * ROUNDS), token_ahead, after.slot, boxes, SLOTS, ROUNDS, BOX_PARTS)
         token = gl.load(groups.token + index)
@@ -264,11 +278,15 @@ def combine_rest(
     warp = gl.arange(0, WARPS, of_tokens)
     begin = moves.mover_tokens + (gl.program_id(0) * PARTITIONS + PARTITION) * WARPS
     if begin < moves.num_tokens:
-        wait_for(job.counters, rest.total_target, job.status, True)
+        if not moves.has_peers:
+            wait_for(job.counters, rest.total_target, job.status, True)
         wait_for_shared(job, moves)
     for first in range(begin, moves.num_tokens, gl.num_programs(0) * PARTITIONS * WARPS):
         exists = first + warp < moves.num_tokens
         token = gl.load(rest.token_order + first + warp, mask=exists, other=0)
+        if moves.has_peers:
+            for other in range(first, gl.minimum(first + WARPS, moves.num_tokens)):
+                await_token(job, moves, moves.peers[0], gl.load(rest.token_order + other))
         for chunk in range((H + COLUMNS - 1) // COLUMNS):
             at = chunk * COLUMNS + columns
             accumulator = gl.zeros([WARPS, COLUMNS], gl.float32, layout)
@@ -296,20 +314,40 @@ def combine_rest(
 def move_forward(job, x, x_rows, y_rows, x_moves, moves, groups):
     """x_moves: how rows of x travel, which may be codes; moves: how rows of y do."""
     at = Cursor(gl.to_tensor(0), gl.to_tensor(0), MOVER_SLOTS)
-    at = dispatch(job, x, x_rows, x_moves, at, 1, False, 0, False)
+    if moves.has_peers:
+        pull(job, x_rows, moves, moves.peers[0], FACT_X, 1, False, 0, 0, moves.expert_of_block, False, False)
+        # The tiles of DOWN have written their rows over those of x.
+        at = send_back(job, x_rows, moves, moves.peers[0], groups, at, moves.weights, 0)
+    else:
+        at = dispatch(job, x, x_rows, x_moves, at, 1, False, 0, False)
     combine(job, y_rows, moves, groups, at, True)
 
 
 @gluon.jit
 def move_backward(
-    job, dy, dy_rows, x, x_rows, dx_rows, moves, groups, x_counter, x_free, again_counter, dy_free, LAST: gl.constexpr
+    job, dy, dy_rows, x, x_rows, dx_rows, moves, groups, x_counter, x_free, again_counter, dy_free, sums, LAST: gl.constexpr
 ):  # fmt: skip
     at = Cursor(gl.to_tensor(0), gl.to_tensor(0), MOVER_SLOTS)
-    if job.again:
-        at = dispatch(job, x, x_rows, moves, at, again_counter, False, 0, False)
-    at = dispatch(job, dy, dy_rows, moves, at, 1, False, dy_free, job.again)
-    if LAST > DX:
-        at = dispatch(job, x, x_rows, moves, at, x_counter, True, x_free, True)
+    if moves.has_peers:
+        peers = moves.peers[0]
+        if job.again:
+            pull(job, x_rows, moves, peers, FACT_X, again_counter, False, 0, 0, moves.expert_of_block, False, False)
+        pull(
+            job, dy_rows, moves, peers, FACT_DY, 1, False, dy_free.counter, dy_free.target, dy_free.expert_start, job.again,
+            dy_free.by_block,
+        )  # fmt: skip
+        if LAST > DX:
+            pull(
+                job, x_rows, moves, peers, FACT_X, x_counter, True, x_free.counter, x_free.target, x_free.expert_start, True,
+                x_free.by_block,
+            )  # fmt: skip
+        at = send_back(job, dy_rows, moves, peers, groups, at, sums.routed, sums.count)
+    else:
+        if job.again:
+            at = dispatch(job, x, x_rows, moves, at, again_counter, False, 0, False)
+        at = dispatch(job, dy, dy_rows, moves, at, 1, False, dy_free, job.again)
+        if LAST > DX:
+            at = dispatch(job, x, x_rows, moves, at, x_counter, True, x_free, True)
     combine(job, dx_rows, moves, groups, at, False)
 
 

@@ -274,10 +274,10 @@ def pull_weights(bases, offset, weight_of_row_P, rank_of_row_P, place_of_row_P, 
 
 @triton.jit
 def return_row(
-    bases, epoch, rows, partial, rank_of_row_P, place_of_row_P, row, width, num_sums, returned_at, flags_at, sums_at,
+    bases, epoch, rows, partial, rank_of_row_P, place_of_row_P, row, width, returned_at, flags_at, partials_at,
     SUMS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Send one finished row to the place of its route, and with SUMS the sum of its `partial` in order; then raise its flag."""
+    """Send one finished row to the place of its route, and its SUMS partial sums; then raise its flag."""
     rank = tl.load(rank_of_row_P + row)
     if rank >= 0:
         place = tl.load(place_of_row_P + row)
@@ -286,26 +286,26 @@ def return_row(
             columns = start + tl.arange(0, COLUMNS)
             row_values = tl.load(rows + tl.cast(row, tl.int64) * width + columns, mask=columns < width)
             tl.store(target + columns, row_values, mask=columns < width)
-        if SUMS:
-            total = 0.0
-            for i in range(num_sums):
-                total += tl.load(partial + tl.cast(row, tl.int64) * num_sums + i)
-            tl.store(floats(bases, rank, sums_at) + place, total)
+        if SUMS > 0:
+            for start in range(0, SUMS, 32):
+                column = start + tl.arange(0, 32)
+                sums = tl.load(partial + tl.cast(row, tl.int64) * SUMS + column, mask=column < SUMS)
+                tl.store(floats(bases, rank, partials_at) + place.to(tl.int64) * SUMS + column, sums, mask=column < SUMS)
         tl.debug_barrier()  # all threads have stored their part of the row
         tl.atomic_xchg(ints(bases, rank, flags_at) + place, tl.load(epoch), sem="release", scope="sys")
 
 
 @triton.jit
 def return_rows(
-    bases, epoch, rows, partial, rank_of_row_P, place_of_row_P, sizes, width, num_sums, returned_at, flags_at, sums_at,
+    bases, epoch, rows, partial, rank_of_row_P, place_of_row_P, sizes, width, returned_at, flags_at, partials_at,
     SUMS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Every finished row goes home. Program: one row; see `return_row`."""
     row = tl.program_id(0)
     if row < tl.load(sizes + SIZE_ROWS):
         return_row(
-            bases, epoch, rows, partial, rank_of_row_P, place_of_row_P, row, width, num_sums, returned_at, flags_at, sums_at,
-            SUMS, COLUMNS,
+            bases, epoch, rows, partial, rank_of_row_P, place_of_row_P, row, width, returned_at, flags_at, partials_at, SUMS,
+            COLUMNS,
         )  # fmt: skip
 
 
@@ -334,11 +334,3 @@ def await_rows(
         await_routes(
             bases, epoch, given_up, status, slot_of_route_N, rank_of_route_N, rank, first, num_routes, flags_at, limit_ns, WIDTH
         )  # fmt: skip
-
-
-@triton.jit
-def take_sums(bases, slot_of_route_N, sums_N, rank, sums_at, num_routes, WIDTH: tl.constexpr):
-    """sums_N[n] = what came back with the row of route n; +0 for a masked one. Program: WIDTH routes."""
-    route = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    slot = tl.load(slot_of_route_N + route, mask=route < num_routes, other=-1)
-    tl.store(sums_N + route, tl.load(floats(bases, rank, sums_at) + slot, mask=slot >= 0, other=0.0), mask=route < num_routes)

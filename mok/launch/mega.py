@@ -16,6 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mok.kernels import mega, ring, tasks
 from mok.kernels.rows import sum_partials
 from mok.launch.config import KernelConfig
+from mok.launch.peer import PeerPlan, partials_back, pull_weights, returned_rows
 from mok.launch.plan import DevicePlan, ceil_div
 
 __all__ = [
@@ -89,8 +90,8 @@ class Backward(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """What the planner left on the device, the router weights, the shared experts' rows and scales, and this launch's counters,
-    status word and trace."""
+    """What the planner left on the device, the router weights, the shared experts' rows and scales, this launch's counters,
+    status word and trace, and what is known of other ranks (`mok.kernels.peer_mover.Peers`)."""
 
     tasks: Tensor
     sizes: Tensor
@@ -107,6 +108,16 @@ class Tables(NamedTuple):
     combine_token: Tensor
     combine_group: Tensor
     group_target: Tensor
+    bases: Tensor
+    facts: Tensor
+    epoch: Tensor
+    given_up: Tensor
+    rank_of_row: Tensor
+    place_of_row: Tensor
+    route_of_pulled_row: Tensor
+    pulled_row_of_route: Tensor
+    group_of_block: Tensor
+    rank_of_route: Tensor
 
 
 class RowBox(NamedTuple):
@@ -153,12 +164,15 @@ def forward(
     clamp: float,
     keep: bool,
     shared: Shared | None = None,
+    peers: PeerPlan | None = None,
     trace: Tensor | None = None,
 ) -> tuple[Tensor, Kept | None]:
     """y_TH, and if `keep` what `backward` needs.
 
-    x_TH bf16 contiguous, T >= 1; weights_TK fp32 contiguous. shared: experts whose rows are added last in each token's sum; the
-    plan was made for their width. trace: int64 [forward tasks, 4], see `mok.kernels.ring`; a traced launch is another binary.
+    x_TH bf16 contiguous, T >= 1, with peers T >= 0; weights_TK fp32 contiguous. shared: experts whose rows are added last in
+    each token's sum; the plan was made for their width. peers: of several ranks, whose `own` the plan is, and to whom
+    `mok.launch.peer.send_tokens` has shown x. trace: int64 [forward tasks, 4], see `mok.kernels.ring`; a traced launch is
+    another binary.
     """
     hidden_size, width = x_TH.shape[1], experts.gate.shape[1]
     rows, blocks, top_k = plan.max_rows, plan.max_blocks, plan.top_k
@@ -187,12 +201,13 @@ def forward(
             tile(shared_rows, 64, 64),
         ]
     scale_T = None if shared is None else shared.scale_T
+    summed_rows = y_rows if peers is None else returned_rows(peers)
     run(
         mega.mega_forward,
         config,
-        plain_rows(x_TH, box, box.box_parts),
+        plain_rows(x_TH if peers is None else x_rows, box, box.box_parts),
         plain_rows(x_rows, box, box.box_parts),
-        plain_rows(y_rows, box, combine_box_parts(box, top_k)),
+        plain_rows(summed_rows, box, combine_box_parts(box, top_k)),
         tile(x_rows, 128, 64),
         expert_tile(experts.gate, 128, 64),
         expert_tile(experts.up, 128, 64),
@@ -203,8 +218,8 @@ def forward(
         tile(h_rows if up_rows is None else up_rows, 64, 64),
         tile(y_rows, 64, 64),
         *shared_arguments,
-        tables_of(plan, plan.forward_tasks, plan.counters[0], weights_TK, shared_rows, scale_T, trace),
-        y_rows,
+        tables_of(plan, plan.forward_tasks, plan.counters[0], weights_TK, shared_rows, scale_T, trace, peers),
+        summed_rows,
         y_TH,
         y_TH.shape[0],
         int(x_TH.shape[0] * config.mover_share),
@@ -221,6 +236,7 @@ def forward(
         config.stages,
         config.pieces,
         config.tensor_memory,
+        peers is not None,
     )
     if gate_rows is None or up_rows is None:
         return y_TH, None
@@ -239,12 +255,13 @@ def backward(
     *,
     clamp: float,
     shared: Shared | None = None,
+    peers: PeerPlan | None = None,
     trace: Tensor | None = None,
 ) -> Backward:
     """Gradients of the inputs; the expert gradients are continued or begun in `gradients` (None: frozen experts).
 
     kept: as from `forward`; its rows are overwritten by their gradients, router weight included. None for a plan that computes
-    them again. shared, trace: as for `forward`, over backward tasks.
+    them again. shared, peers, trace: as for `forward`, over backward tasks; peers were also shown dy and the router weights.
     """
     assert plan.backward_tasks is not None and plan.again == (kept is None)
     hidden_size, width = x_TH.shape[1], experts.gate.shape[1]
@@ -289,14 +306,16 @@ def backward(
             tile(shared_rows, 64, 64),
             *_gate_up_operands(x_TH, shared.weights, plan.again),
         ]
+    row_weights = weights_TK if peers is None else pull_weights(peers)
+    summed_rows = dx_rows if peers is None else returned_rows(peers)
     run(
         mega.mega_backward,
         config,
-        plain_rows(dy_TH, box, box.box_parts),
+        plain_rows(dy_TH if peers is None else dy_rows, box, box.box_parts),
         plain_rows(dy_rows, box, box.box_parts),
-        plain_rows(x_TH, box, box.box_parts),
+        plain_rows(x_TH if peers is None else x_rows, box, box.box_parts),
         plain_rows(x_rows, box, box.box_parts),
-        plain_rows(dx_rows, box, combine_box_parts(box, top_k)),
+        plain_rows(summed_rows, box, combine_box_parts(box, top_k)),
         tile(dy_rows, 128, 64),
         tile(dy_rows, 64, 128),
         tile(x_rows, 64, 256),
@@ -317,10 +336,10 @@ def backward(
         gradient_tile(gradients.up),
         gradient_tile(gradients.down),
         *shared_arguments,
-        tables_of(plan, plan.backward_tasks, plan.counters[1], weights_TK, shared_rows, scale_T, trace),
+        tables_of(plan, plan.backward_tasks, plan.counters[1], row_weights, shared_rows, scale_T, trace, peers),
         partial,
         shared_partial,
-        dx_rows,
+        summed_rows,
         dx_TH,
         x_TH.shape[0],
         int(x_TH.shape[0] * config.mover_share),
@@ -344,9 +363,10 @@ def backward(
         config.stages,
         config.pieces,
         config.tensor_memory,
+        peers is not None,
     )
     dweights_TK = torch.empty_like(weights_TK)
-    sum_partial_rows(partial, plan.row_of_route_N, dweights_TK)
+    sum_partial_rows(partial if peers is None else partials_back(peers), plan.row_of_route_N, dweights_TK)
     dscale_T = None
     if scale_T is not None:
         dscale_T = torch.empty_like(scale_T)
@@ -389,8 +409,9 @@ def tables_of(
     shared_rows: Tensor | None,
     shared_scale_T: Tensor | None,
     trace: Tensor | None,
+    peers: PeerPlan | None = None,
 ) -> Tables:
-    device = weights_TK.device
+    device, nothing = weights_TK.device, plan.sizes  # what a launch does not read
     return Tables(
         tasks=records,
         sizes=plan.sizes,
@@ -399,15 +420,24 @@ def tables_of(
         route_of_row=plan.route_of_row_P,
         row_of_route=plan.row_of_route_N,
         weights=weights_TK,
-        # A launch without them does not read what stands in their place.
         shared=weights_TK if shared_rows is None else shared_rows,
         shared_scale=weights_TK if shared_scale_T is None else shared_scale_T,
-        trace=plan.sizes if trace is None else trace,
+        trace=nothing if trace is None else trace,
         expert_start=plan.expert_start,
         expert_of_block=plan.expert_of_block_B,
         combine_token=plan.combine_token_T,
         combine_group=plan.combine_group_T,
         group_target=plan.group_target_G,
+        bases=nothing if peers is None else peers.transport.bases,
+        facts=nothing if peers is None else peers.transport.facts,
+        epoch=nothing if peers is None else peers.transport.epoch,
+        given_up=nothing if peers is None else peers.transport.given_up,
+        rank_of_row=nothing if peers is None else peers.rank_of_row_P,
+        place_of_row=nothing if peers is None else peers.place_of_row_P,
+        route_of_pulled_row=nothing if peers is None else peers.rows.route_of_row_P,
+        pulled_row_of_route=nothing if peers is None else peers.rows.row_of_route_N,
+        group_of_block=nothing if peers is None else plan.group_of_block_B,
+        rank_of_route=nothing if peers is None else peers.rank_of_route_N,
     )
 
 

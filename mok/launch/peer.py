@@ -19,7 +19,17 @@ from mok.launch.plan import DevicePlan, TaskOrder, ceil_div, empty, max_rows, pl
 from mok.launch.status import status_word
 from mok.transport.peer import PeerTransport
 
-__all__ = ["PeerPlan", "await_rows", "plan_over_ranks", "pull_rows", "pull_weights", "return_rows", "send_tokens", "take_sums"]
+__all__ = [
+    "PeerPlan",
+    "await_rows",
+    "partials_back",
+    "plan_over_ranks",
+    "pull_rows",
+    "pull_weights",
+    "return_rows",
+    "returned_rows",
+    "send_tokens",
+]
 
 WIDTH = 256
 """Routes or rows of one program."""
@@ -39,16 +49,15 @@ class PeerPlan:
     """What a rank knows of a call over R ranks; int32 on its device. N routes of its own, P rows of its experts.
 
     transport: whose workspace the rows travel through. rows: the plan of its rows; its routes are those of all ranks, in slice
-    order. home: the plan of its tokens, whose "row" is the place they come back to: the route itself, -1 for a masked one.
-    weighted: the plan of its rows where the "route" of a row is the row itself, -1 for padding.
+    order. own: the same tasks for what reads and writes this rank's memory: the "row" of a route is the place where it comes
+    back, the route itself, -1 for a masked one; the "route" of a row, which its weight has in the backward, the row itself.
     counts_CE: routes of each slice to each expert of all ranks. rank_of_row_P, place_of_row_P: whose route a row holds, -1 for
     padding, and token * K + slot there. rank_of_route_N: who computes this rank's routes.
     """
 
     transport: PeerTransport
     rows: DevicePlan
-    home: DevicePlan
-    weighted: DevicePlan
+    own: DevicePlan
     counts_CE: Tensor
     rank_of_row_P: Tensor
     place_of_row_P: Tensor
@@ -70,15 +79,17 @@ def plan_over_ranks(
     *,
     grid: CallGrid,
     units: int = 1,
+    again: bool = False,
+    shared_size: int = 0,
     layer: int = 0,
 ) -> PeerPlan:
     """Publish this rank's routes, wait for all others', and place the rows of this rank's experts.
 
-    expert_ids_TK: as for `mok.launch.plan.plan_on_device`, global ids. Raises UsageError where the call does not fit the
-    workspace; too many rows for some rank's room is found on the device, by all ranks, and left in the status word.
+    expert_ids_TK and what follows: as for `mok.launch.plan.plan_on_device`, global ids. Raises UsageError where the call does
+    not fit the workspace; too many rows for some rank's room is found on the device, by all ranks, and left in the status word.
     """
     tokens, top_k = expert_ids_TK.shape
-    transport.check(tokens, top_k, hidden_size)
+    transport.check(tokens, top_k, hidden_size, intermediate_size)
     slices, ranks = len(grid.local_slices), grid.ranks
     if tokens % slices:
         raise UsageError(f"{tokens} tokens do not fill {slices} slices evenly; give every slice the same number of tokens")
@@ -107,16 +118,16 @@ def plan_over_ranks(
     )  # fmt: skip
     rows = plan_on_device(
         local_ids.view(-1, top_k), local, hidden_size, intermediate_size, forward_order, backward_order,
-        grid=CallGrid(grid.num_slices, grid.segment, grid.lane_of_segment), units=units, layer=layer, capacity=capacity,
+        grid=CallGrid(grid.num_slices, grid.segment, grid.lane_of_segment), units=units, again=again, shared_size=shared_size,
+        layer=layer, capacity=capacity, own_tokens=tokens,
     )  # fmt: skip
     rank_of_row_P, place_of_row_P, self_of_row_P = empty(device, 3, rows.max_rows)
     kernels.trace_rows[(ceil_div(rows.max_rows, WIDTH),)](
         transport.bases, transport.epoch, rows.route_of_row_P, rank_of_row_P, place_of_row_P, self_of_row_P, rows.max_rows,
         ranks, slices, room, *at, K=top_k, WIDTH=WIDTH,
     )  # fmt: skip
-    home = replace(rows, num_tokens=tokens, row_of_route_N=slot_of_route_N)
-    weighted = replace(rows, route_of_row_P=self_of_row_P)
-    return PeerPlan(transport, rows, home, weighted, counts_CE, rank_of_row_P, place_of_row_P, rank_of_route_N)
+    own = replace(rows, row_of_route_N=slot_of_route_N, route_of_row_P=self_of_row_P)
+    return PeerPlan(transport, rows, own, counts_CE, rank_of_row_P, place_of_row_P, rank_of_route_N)
 
 
 def row_capacity(transport: PeerTransport, num_local_experts: int, grid: CallGrid) -> int:
@@ -167,34 +178,36 @@ def pull_weights(plan: PeerPlan) -> Tensor:
 
 
 def return_rows(plan: PeerPlan, rows_PH: Tensor, partial: Tensor | None = None) -> None:
-    """Send every row to the place of its route, and with `partial` fp32 [P, n] the sum of its line, in order."""
+    """Send every row to the place of its route, with its line of `partial`, fp32 [P, n]."""
     transport, rows = plan.transport, plan.rows
-    sums = rows.sizes if partial is None else partial
     kernels.return_rows[(rows.max_rows,)](
-        transport.bases, transport.epoch, rows_PH, sums, plan.rank_of_row_P, plan.place_of_row_P, rows.sizes,
-        rows_PH.shape[1], 0 if partial is None else partial.shape[1], transport.start["returned"],
-        transport.start["row_flags"], transport.start["sums"], SUMS=partial is not None, COLUMNS=COLUMNS, num_warps=4,
+        transport.bases, transport.epoch, rows_PH, rows_PH if partial is None else partial, plan.rank_of_row_P,
+        plan.place_of_row_P, rows.sizes, rows_PH.shape[1], transport.start["returned"], transport.start["row_flags"],
+        transport.start["partials"], SUMS=0 if partial is None else partial.shape[1], COLUMNS=COLUMNS, num_warps=4,
     )  # fmt: skip
 
 
 def await_rows(plan: PeerPlan) -> Tensor:
-    """Wait, on the device, until the rows of all of this rank's routes are back: bf16 [T * K, H], as `plan.home` says."""
+    """Wait, on the device, until the rows of all of this rank's routes are back: bf16 [T * K, H], as `plan.own` says."""
     transport, routes = plan.transport, plan.rank_of_route_N.numel()
     if routes:
         kernels.await_rows[(min(WAITERS, ceil_div(routes, AWAITED)),)](
-            transport.bases, transport.epoch, transport.given_up, plan.status, plan.home.row_of_route_N, plan.rank_of_route_N,
+            transport.bases, transport.epoch, transport.given_up, plan.status, plan.own.row_of_route_N, plan.rank_of_route_N,
             transport.rank, routes, transport.start["row_flags"], transport.limit_ns, WIDTH=AWAITED,
         )  # fmt: skip
-    return transport.view("returned", torch.bfloat16, max(routes, 1), transport.shape.hidden_size)
+    return returned_rows(plan)
 
 
-def take_sums(plan: PeerPlan, sums_TK: Tensor) -> None:
-    """Fill fp32 [T, K] with what came back with the rows; 0 for masked routes."""
-    transport, routes = plan.transport, sums_TK.numel()
-    if routes:
-        kernels.take_sums[(ceil_div(routes, WIDTH),)](
-            transport.bases, plan.home.row_of_route_N, sums_TK, transport.rank, transport.start["sums"], routes, WIDTH=WIDTH
-        )
+def returned_rows(plan: PeerPlan) -> Tensor:
+    """bf16 [T * K, H], or one row where there are none: where rows come back."""
+    routes, shape = plan.rank_of_route_N.numel(), plan.transport.shape
+    return plan.transport.view("returned", torch.bfloat16, max(routes, 1), shape.hidden_size)
+
+
+def partials_back(plan: PeerPlan) -> Tensor:
+    """fp32 [T * K, n]: the partial sums that came back with the rows, as `plan.own` says."""
+    shape = plan.transport.shape
+    return plan.transport.view("partials", torch.float32, max(plan.rank_of_route_N.numel(), 1), shape.num_partials)
 
 
 def _power(ranks: int) -> int:

@@ -58,7 +58,7 @@ class DevicePlan:
     counts_CE: routes of each slice to each expert.
     row_of_route_N: -1 for a masked route. route_of_row_P: -1 for padding and beyond the last row.
     expert_start: [E + 1] first row of each expert, the last entry the rows in all; multiples of 64.
-    expert_of_block_B: 0 beyond the last block.
+    expert_of_block_B, group_of_block_B: 0 beyond the last block; groups are those of the forward.
     sizes: rows, forward tasks, backward tasks, groups, m-tiles, and three zeros.
     forward_tasks, backward_tasks: records [capacity, 16]; backward None where it was not asked for.
     again: whether the backward computes gate and up again, and its tasks begin with that.
@@ -78,6 +78,7 @@ class DevicePlan:
     route_of_row_P: Tensor
     expert_start: Tensor
     expert_of_block_B: Tensor
+    group_of_block_B: Tensor
     sizes: Tensor
     forward_tasks: Tensor
     backward_tasks: Tensor | None
@@ -142,6 +143,7 @@ def plan_on_device(
     shared_size: int = 0,
     layer: int = 0,
     capacity: int = 0,
+    own_tokens: int | None = None,
 ) -> DevicePlan:
     """The plan of the routes `expert_ids_TK` (int32 or int64 [T, K]; -1 masks a route, and so does an id out of range, which
     is an error in the status word of `layer`).
@@ -150,6 +152,7 @@ def plan_on_device(
     units: signals that the mover will give for each 64-row block of rows. row_units: of those that weight gradients read, where
     they come apart from those that tiles multiply, which are codes; None where they are the same. again, shared_size: see
     `DevicePlan`. capacity: rows to make room for, where the caller knows that there will not be more; 0 for all that may come.
+    own_tokens: see `plan_tables`.
     Raises UsageError for tokens that do not fill whole slices, or more than one rank.
     """
     grid = grid or CallGrid()
@@ -188,6 +191,7 @@ def plan_on_device(
         again=again,
         shared_size=shared_size,
         layer=layer,
+        own_tokens=own_tokens,
     )
 
 
@@ -228,13 +232,18 @@ def plan_tables(
     again: bool = False,
     shared_size: int = 0,
     layer: int = 0,
+    own_tokens: int | None = None,
 ) -> DevicePlan:
     """The rest of a plan, for rows that are already placed: `plan_on_device`'s own, or those of a schedule over several ranks.
 
     row_of_route_TK: int32 [T, K]. route_of_row_P: int32 [P], P a multiple of 64. expert_start: int32 [E + 1], multiples of 64.
+    own_tokens: of this rank, where the routes are those of several: shared experts see them alone, and they are summed in
+    token order, as they come back.
     """
     device = expert_start.device
     tokens, top_k = row_of_route_TK.shape
+    if own_tokens is not None:
+        tokens = own_tokens
     num_experts = expert_start.shape[0] - 1
     rows = route_of_row_P.shape[0]
     blocks = rows // ROW_BLOCK
@@ -282,7 +291,11 @@ def plan_tables(
         units if row_units is None else row_units, dy_counter, blocks,
         *programs[:3], WIDTH=WIDTH, BINS=bins,
     )  # fmt: skip
-    combine_token_T, combine_group_T = order_tokens(row_of_route_TK, group_of_block_B, forward_group_start, mtiles)
+    if own_tokens is None:
+        combine_token_T, combine_group_T = order_tokens(row_of_route_TK, group_of_block_B, forward_group_start, mtiles)
+    else:
+        combine_token_T = torch.arange(tokens, dtype=torch.int32, device=device)
+        combine_group_T = torch.zeros_like(combine_token_T)
     return DevicePlan(
         num_tokens=tokens,
         top_k=top_k,
@@ -293,6 +306,7 @@ def plan_tables(
         route_of_row_P=route_of_row_P,
         expert_start=expert_start,
         expert_of_block_B=expert_of_block_B,
+        group_of_block_B=group_of_block_B,
         sizes=sizes,
         forward_tasks=forward_tasks,
         backward_tasks=backward_tasks,

@@ -47,7 +47,8 @@ class MoE(nn.Module):
 
     backend, recompute, clamp, quantization: see `mok.moe`. score ... force_routing: see `mok.model.router.route` and
     `mok.config.MoEConfig`. group: the ranks that share the experts, each with its own tokens; router and shared experts must be
-    equal on all of them. A trainer passes ranks and a transport of its own instead. layer: the index that errors name.
+    equal on all of them. transport: how rows travel among them, by default all-to-all; a trainer passes it with the number of
+    ranks and no group. layer: the index that errors name.
     initialize: whether expert weights get random values, normal with deviation 0.02; without, who made the layer fills them.
 
     Example: y = MoE(128, 256, num_experts=8, top_k=2)(torch.randn(4, 16, 128)).
@@ -90,7 +91,7 @@ class MoE(nn.Module):
         )
         self.grid = grid_of(group)
         if group is not None:
-            transport, ranks = CollectiveTransport(group), group.size()
+            transport, ranks = transport or CollectiveTransport(group), group.size()
         if num_experts % ranks:
             raise UsageError(f"{num_experts} experts cannot be shared by {ranks} ranks evenly; use a divisor of {num_experts}")
         self.backend = backend

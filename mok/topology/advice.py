@@ -116,7 +116,7 @@ def advise(
         exchange_bytes=sent,
         exchange_ms=_milliseconds(sent, figure[0]),
         measured_from=figure[1],
-        # Peer memory is advice about the fabric; training over it is not built, and a recipe that names it is refused.
+        # Peer memory is advice about the fabric; training over it has not been run between GPUs, so `auto` decides.
         recipe=("[moe]", f"ep = {chosen}", f'transport = "{transport if transport != "peer" else "auto"}"'),
         candidates=tuple(
             _candidate(topology, shape, size, tokens, found, shareable, len(ranks)) for size in _listed(shape, len(ranks))

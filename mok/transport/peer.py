@@ -18,7 +18,10 @@ from torch import Tensor
 from mok.errors import UsageError
 from mok.shapes import WorkspaceShape
 
-__all__ = ["PeerTransport"]
+__all__ = ["NOT_RUN", "PeerTransport"]
+
+NOT_RUN = 'peer memory has not been run between GPUs yet, only on one that ranks share; ask for it with moe.transport = "peer"'
+"""Why `moe.transport = "auto"` does not take it; to be emptied once it has."""
 
 
 class PeerTransport:
@@ -41,6 +44,9 @@ class PeerTransport:
         # How many times this rank has met the others; and whether it has given up waiting for them.
         self.epoch, self.given_up = torch.zeros(2, 4, dtype=torch.int32, device=buffer.device)
         self.start = {name: start for name, (start, _) in shape.regions().items()}
+        # In the order of `mok.kernels.peer_mover`'s FACT_ places.
+        facts = [rank, self.limit_ns, *(self.start[name] for name in ("row_flags", "returned", "partials", "x", "dy"))]
+        self.facts = torch.tensor(facts, dtype=torch.int64, device=buffer.device)
         self.keep: Any = None
 
     @property
@@ -54,7 +60,7 @@ class PeerTransport:
         size = torch.Size(shape).numel() * dtype.itemsize
         return self.buffer[start : start + size].view(dtype).view(shape)
 
-    def check(self, tokens: int, top_k: int, hidden_size: int) -> None:
+    def check(self, tokens: int, top_k: int, hidden_size: int, intermediate_size: int) -> None:
         """UsageError if a call does not fit."""
         room = self.shape
         if tokens > room.tokens:
@@ -62,10 +68,9 @@ class PeerTransport:
                 f"rank {self.rank} has {tokens} tokens in a call and its workspace room for {room.tokens}: "
                 "make it for as many (train.batch_size, train.sequence_length, distributed.slices_per_call)"
             )
-        if (top_k, hidden_size) != (room.top_k, room.hidden_size):
-            raise UsageError(
-                f"{top_k} rows of {hidden_size} values for a token: the workspace is for {room.top_k} of {room.hidden_size}"
-            )
+        sizes, expected = (top_k, hidden_size, intermediate_size), (room.top_k, room.hidden_size, room.intermediate_size)
+        if sizes != expected:
+            raise UsageError(f"K, H, I = {sizes}: the workspace was made for layers of {expected}")
 
     @classmethod
     def allocate(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ from mok.shapes import WorkspaceShape
 from tests.kernels.virtual_ranks import Lockstep, transports
 from tests.tolerances import assert_same_bits
 
-H, WIDTH, K = 32, 48, 2
+K = 2
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +46,9 @@ class Case:
     routing: str = "mixed"
     segment: int = 0
     shared: int = 0
+    hidden: int = 32
+    width: int = 48
+    top_k: int = K
 
     def grid(self, rank: int, ranks: int) -> CallGrid:
         slices = len(self.tokens)
@@ -55,52 +60,65 @@ def slice_inputs(case: Case, i: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """x, expert ids, router weights and output gradient of slice i, whoever computes it."""
     generator = torch.Generator().manual_seed(i)
     tokens = case.tokens[i]
-    x, dy = (torch.randn(tokens, H, generator=generator).bfloat16() for _ in range(2))
+    x, dy = (torch.randn(tokens, case.hidden, generator=generator).bfloat16() for _ in range(2))
     choices = 2 if case.routing == "first" else case.experts
-    picks = [torch.randperm(choices, generator=generator)[:K].sort().values for _ in range(tokens)]
-    ids = torch.stack(picks or [torch.zeros(K)])[:tokens].to(torch.int32)
+    picks = [torch.randperm(choices, generator=generator)[: case.top_k].sort().values for _ in range(tokens)]
+    ids = torch.stack(picks or [torch.zeros(case.top_k)])[:tokens].to(torch.int32)
     if case.routing == "masked":
-        ids[torch.rand(tokens, K, generator=generator) < 0.33] = -1
-    return x, ids, torch.randn(tokens, K, generator=generator), dy
+        ids[torch.rand(tokens, case.top_k, generator=generator) < 0.33] = -1
+    return x, ids, torch.randn(tokens, case.top_k, generator=generator), dy
 
 
-def layer(case: Case, slices: list[int], grid: CallGrid, options: Options, device: torch.device) -> dict[str, Tensor]:
+def layer(
+    case: Case, slices: list[int], grid: CallGrid, options: Options, device: torch.device, backend: ModuleType = staged
+) -> dict[str, Tensor]:
     """Forward and backward of these slices with this rank's experts: every result by name."""
     generator = torch.Generator().manual_seed(99)
     local = slice(grid.rank * case.experts // grid.ranks, (grid.rank + 1) * case.experts // grid.ranks)
     weights = {}
-    for name, shape in (("gate", (WIDTH, H)), ("up", (WIDTH, H)), ("down", (H, WIDTH))):
+    for name, shape in (
+        ("gate", (case.width, case.hidden)),
+        ("up", (case.width, case.hidden)),
+        ("down", (case.hidden, case.width)),
+    ):
         whole = torch.randn(case.experts, *shape, generator=generator).bfloat16() / 6
         weights[name] = whole[local].to(device).requires_grad_()
         weights[name].main_grad = torch.zeros(weights[name].shape, device=device)
     shared = None
     if case.shared:
-        sizes = (2 * case.shared, H), (H, case.shared)
+        sizes = (2 * case.shared, case.hidden), (case.hidden, case.shared)
         shared = tuple((torch.randn(size, generator=generator).bfloat16() / 6).to(device) for size in sizes)
     parts = [slice_inputs(case, i) for i in slices]
     x, ids, router, dy = (torch.cat([part[k] for part in parts]).to(device) for k in range(4))
     x.requires_grad_()
     router.requires_grad_()
-    sizes = LayerShape(H, WIDTH, case.experts, K, grid.ranks, case.shared)
-    schedule = staged.build_schedule(ids, sizes, grid, options)
-    y = experts(x, router, tuple(weights.values()), Plan(staged, schedule, options), shared)
+    sizes = LayerShape(case.hidden, case.width, case.experts, case.top_k, grid.ranks, case.shared)
+    schedule = backend.build_schedule(ids, sizes, grid, options)
+    y = experts(x, router, tuple(weights.values()), Plan(backend, schedule, options), shared)
     y.backward(dy)
     return {"y": y.detach(), "dx": x.grad, "drouter": router.grad, **{name: w.main_grad for name, w in weights.items()}}
 
 
 def over_ranks(
-    case: Case, monkeypatch: pytest.MonkeyPatch, device: torch.device, calls: int = 1, recompute: str = "none", **room: float
+    case: Case,
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    calls: int = 1,
+    recompute: str = "none",
+    backend: ModuleType = staged,
+    kernel: Any = None,
+    **room: float,
 ) -> list[list[dict[str, Tensor]]]:
     """For each call, the results of every rank."""
     ranks = case.ranks
     tokens = max(sum(case.tokens[i] for i in range(rank, len(case.tokens), ranks)) for rank in range(ranks))
-    group = transports(WorkspaceShape(max(tokens, 1), K, H, ranks), device, **room)
+    group = transports(WorkspaceShape(max(tokens, 1), case.top_k, case.hidden, case.width, ranks), device, **room)
     lockstep = Lockstep(monkeypatch, ranks, device=device)
 
     def rank(r: int) -> list[dict[str, Tensor]]:
         grid = case.grid(r, ranks)
-        options = Options(recompute=recompute, transport=group[r])
-        return [layer(case, list(grid.local_slices), grid, options, device) for _ in range(calls)]
+        options = Options(recompute=recompute, transport=group[r], kernel=kernel)
+        return [layer(case, list(grid.local_slices), grid, options, device, backend) for _ in range(calls)]
 
     found = lockstep.run(rank)
     return [[of_rank[call] for of_rank in found] for call in range(calls)]
@@ -151,7 +169,7 @@ def test_too_many_rows_are_found_by_all_ranks(device: torch.device, monkeypatch:
 @settings(max_examples=8)
 def test_the_plan_is_that_of_the_loops(ranks: int, local: int, random) -> None:
     """Rows of one rank of many, whose tokens are few: against `mok.reference.exchange`, up to 72 ranks, some without tokens."""
-    num_experts, room = ranks * local, 3
+    num_experts, room, hidden, width = ranks * local, 3, 32, 48
     top_k = min(2, num_experts)
     ids = [
         torch.tensor(
@@ -161,7 +179,7 @@ def test_the_plan_is_that_of_the_loops(ranks: int, local: int, random) -> None:
     ]
     for part in ids:
         part[torch.tensor([[random.random() < 0.2 for _ in range(top_k)] for _ in part]).view(-1, top_k).bool()] = -1
-    group = transports(WorkspaceShape(room, top_k, H, ranks))
+    group = transports(WorkspaceShape(room, top_k, hidden, width, ranks))
     me = random.randrange(ranks)
     status = status_word(torch.device("cpu"))
     for rank, part in enumerate(ids):
@@ -176,7 +194,7 @@ def test_the_plan_is_that_of_the_loops(ranks: int, local: int, random) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(peer, "meet", meet)
         grid = CallGrid(ranks, ranks, (0,), ranks, me)
-        plan = peer.plan_over_ranks(ids[me], num_experts, H, WIDTH, TaskOrder(), TaskOrder(), group[me], grid=grid)
+        plan = peer.plan_over_ranks(ids[me], num_experts, hidden, width, TaskOrder(), TaskOrder(), group[me], grid=grid)
     mine = rows_in_order(ids, num_experts, ranks, ranks)[me]
     expected = rows_with_padding(mine, range(me * local, (me + 1) * local), 1, 64)
     assert int(plan.rows.sizes[0]) == len(expected)
@@ -184,7 +202,7 @@ def test_the_plan_is_that_of_the_loops(ranks: int, local: int, random) -> None:
         place = (-1, -1) if row is None else (row.rank, row.token * top_k + row.slot)
         assert (int(plan.rank_of_row_P[p]), int(plan.place_of_row_P[p])) == place
     for n, expert in enumerate(ids[me].view(-1).tolist()):
-        assert int(plan.home.row_of_route_N[n]) == (n if expert >= 0 else -1)
+        assert int(plan.own.row_of_route_N[n]) == (n if expert >= 0 else -1)
         assert expert < 0 or int(plan.rank_of_route_N[n]) == expert // local
     counts = torch.stack([torch.bincount(part[part >= 0], minlength=num_experts) for part in ids])
     assert torch.equal(plan.counts_CE, counts.int())

@@ -66,8 +66,8 @@ def ranks(
                 else:
                     bad += (seen != 0).to(tl.int32)
                 kernels.return_row(
-                    bases, epochs + r, mine, mine, rank_of_row + plan, place_of_row + plan, row, H, 0, returned_at, flags_at, 0,
-                    False, H,
+                    bases, epochs + r, mine, mine, rank_of_row + plan, place_of_row + plan, row, H, returned_at, flags_at, 0,
+                    0, H,
                 )  # fmt: skip
             if broken != 2:
                 kernels.await_routes(
@@ -83,7 +83,7 @@ def ranks(
 
 def make_plans(monkeypatch: pytest.MonkeyPatch, tokens: list[int], experts: int) -> tuple[list[PeerTransport], list[PeerPlan]]:
     count = len(tokens)
-    group = transports(WorkspaceShape(max(tokens), K, H, count), timeout_s=3.0)
+    group = transports(WorkspaceShape(max(tokens), K, H, 16, count), timeout_s=3.0)
     ids = []
     for rank, number in enumerate(tokens):
         generator = torch.Generator().manual_seed(rank)
@@ -119,13 +119,13 @@ def run(
     with interleaved(seed, 400_000):
         ranks[(count,)](
             group[0].bases, counters[0], counters[1], counters[2],
-            torch.tensor([plan.home.num_tokens for plan in plans], dtype=torch.int32),
+            torch.tensor([plan.own.num_tokens for plan in plans], dtype=torch.int32),
             torch.cat([plan.rows.sizes[:1] for plan in plans]),
             table([plan.rank_of_row_P for plan in plans], max_rows),
             table([plan.place_of_row_P for plan in plans], max_rows),
             table([plan.rows.route_of_row_P for plan in plans], max_rows),
             table([plan.rows.row_of_route_N for plan in plans], routes * count),
-            table([plan.home.row_of_route_N for plan in plans], routes),
+            table([plan.own.row_of_route_N for plan in plans], routes),
             table([plan.rank_of_route_N for plan in plans], routes),
             torch.full((count, max_rows, H), torch.nan).bfloat16(), counters[3], group[0].start["x"],
             group[0].start["returned"], group[0].start["row_flags"], max_rows, routes, routes * count, group[0].limit_ns,

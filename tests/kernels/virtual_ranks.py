@@ -27,14 +27,17 @@ CPU = torch.device("cpu")
 
 
 def transports(shape: WorkspaceShape, device: torch.device = CPU, **options: float) -> list[PeerTransport]:
-    """A workspace for each rank, filled with what no row may ever show."""
+    """A workspace for each rank, filled with what no row may ever show; complete for every stream."""
     buffers = [torch.full((shape.bytes,), 0xFF, dtype=torch.uint8, device=device) for _ in range(shape.ranks)]
     start, end = shape.regions()["flags"][0], shape.regions()["x"][0]
     for buffer in buffers:
         buffer[start:end] = 0  # flags
     bases = [buffer.data_ptr() for buffer in buffers]
     chosen = {"row_room": 0.0, "timeout_s": 10.0} | options
-    return [PeerTransport(shape, rank, buffer, bases, **chosen) for rank, buffer in enumerate(buffers)]
+    made = [PeerTransport(shape, rank, buffer, bases, **chosen) for rank, buffer in enumerate(buffers)]
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return made
 
 
 @triton.jit
@@ -58,6 +61,10 @@ class Lockstep:
         self.error: BaseException | None = None
         self.meets = 0
         self.meet_alone = launch.meet
+        if self.streams:
+            from mok.launch import mega
+
+            monkeypatch.setattr(mega, "run", self.run_mega)
         monkeypatch.setattr(launch, "meet", self.meet)
         self.await_rows = launch.await_rows
         monkeypatch.setattr(launch, "await_rows", self.await_all)
@@ -79,7 +86,8 @@ class Lockstep:
         torch.set_num_threads(1)
         try:
             self.wait_turn(r)
-            with torch.cuda.stream(self.streams[r]) if self.streams else contextlib.nullcontext():
+            stream = torch.cuda.stream(self.streams[r]) if self.streams else contextlib.nullcontext()
+            with stream, torch.autograd.set_multithreading_enabled(False):  # the backward of a rank in its own thread
                 results[r] = rank(r)
         except BaseException as error:
             self.error = self.error or error
@@ -123,6 +131,17 @@ class Lockstep:
         status.copy_(status | int(found.max()))
         for transport, epoch, lost in zip(all_, epochs, given_up, strict=True):
             transport.epoch[:1], transport.given_up[:1] = epoch, lost
+
+    def run_mega(self, kernel: Any, config: Any, *arguments: Any) -> None:
+        """The megakernel of every rank, one behind the other, since they wait for one another. Not as cooperative launches,
+        which may be kept from running beside one another: all programs of all ranks fit at once."""
+
+        def run_all(all_: list[tuple[Any, ...]]) -> None:
+            for stream, given in zip(self.streams, all_, strict=True):
+                with torch.cuda.stream(stream):
+                    kernel[(config.programs,)](*given, num_warps=4, maxnreg=168, enable_fp_fusion=False)
+
+        self.all_here(arguments, run_all)
 
     def await_all(self, plan: launch.PeerPlan) -> torch.Tensor:
         self.all_here(None, lambda _: None)
