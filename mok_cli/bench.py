@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from mok.errors import UsageError
+from mok_cli.bench_exchange import exchange
 from mok_cli.bench_layer import layer
 from mok_cli.bench_tune import tune
 from mok_cli.output import Output, examples, json_option
@@ -106,5 +107,6 @@ def train(
     output.report(results)
 
 
+bench.add_command(exchange)
 bench.add_command(layer)
 bench.add_command(tune)

@@ -1,0 +1,278 @@
+"""How fast rows travel between the ranks that share experts: out to the experts and back, alone and as part of a layer.
+
+Runs as every rank of a launch: `python -m mok.bench.exchange SPEC.json`. Each way is checked before it is timed: rows that
+come back untouched must be the bytes that went out, at their own (token, slot). Ranks that share a GPU measure its memory and
+scheduling, not a link, and the report says so. Read next: `mok/launch/peer.py` and `mok/transport/collective.py`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mok.backends import choose
+from mok.bench.layer import make_problem
+from mok.errors import CheckFailed, MokError, RankError, UsageError
+from mok.grid import CallGrid
+from mok.layer import moe_layer
+from mok.schedule import build_schedule, count_routes
+from mok.shapes import LayerShape, WorkspaceShape
+from mok.train.device import choose_device
+from mok.train.processes import launch, launched_ranks
+from mok.transport.collective import CollectiveTransport
+from mok.transport.interface import Transport
+from mok.transport.peer import PeerTransport
+
+__all__ = ["ExchangeReport", "ExchangeRow", "bench_exchange"]
+
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class ExchangeRow:
+    """One thing timed on the slowest rank. name: transport and backend. what: plan, dispatch, combine, forward, backward.
+    link_bytes: that the busiest rank receives from others in it; gb_per_s: those over the median."""
+
+    name: str
+    what: str
+    median_ms: float
+    spread_ms: float
+    link_bytes: int
+    gb_per_s: float
+
+
+@dataclass(frozen=True)
+class ExchangeReport:
+    """rows; left_out: what was not measured, and why; environment: what it was measured on."""
+
+    rows: list[ExchangeRow]
+    left_out: dict[str, str]
+    environment: dict[str, Any]
+
+
+def bench_exchange(
+    shape: LayerShape, *, tokens: int, nproc: int, routing: str, calls: int, device: str, say: Callable[[str], None]
+) -> ExchangeReport:
+    """Time the exchange of a layer of `shape` among `nproc` ranks of this machine, `tokens` on each. Raises UsageError where
+    the ranks cannot share the experts, CheckFailed if a row came back wrong or a rank was lost."""
+    if nproc < 2 or shape.num_experts % nproc:
+        raise UsageError(f"--nproc {nproc}: must be 2 or more and divide the {shape.num_experts} experts of the layer")
+    chosen = choose_device(device)
+    gpus = torch.cuda.device_count() if chosen.type == "cuda" else 0
+    if gpus and gpus < nproc:
+        say(f"note: {nproc} ranks share {gpus} GPU(s): no link is measured")
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    with tempfile.TemporaryDirectory(prefix="mok-bench-") as folder:
+        spec, result = Path(folder, "spec.json"), Path(folder, "result.json")
+        content = {"shape": asdict(shape), "tokens": tokens, "routing": routing, "calls": calls, "device": chosen.type}
+        spec.write_text(json.dumps(content), encoding="utf-8")
+        if launch("mok.bench.exchange", [str(spec)], nproc) or not result.is_file():
+            raise CheckFailed("a rank of the benchmark ended; its error is above")
+        found = json.loads(result.read_text(encoding="utf-8"))
+    return ExchangeReport([ExchangeRow(**row) for row in found["rows"]], found["left_out"], found["environment"])
+
+
+class Bench:
+    """One rank: its layer, its tokens, and what it has timed."""
+
+    def __init__(self, spec: dict[str, Any], rank: int, ranks: int, device: torch.device) -> None:
+        self.shape = replace(LayerShape(**spec["shape"]), ranks=ranks)
+        self.rank, self.ranks, self.device, self.calls = rank, ranks, device, spec["calls"]
+        self.grid = CallGrid(ranks, ranks, (0,), ranks, rank)
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        local = replace(self.shape, num_experts=self.shape.num_experts // ranks, top_k=min(self.shape.top_k, 1), ranks=1)
+        layer = make_problem("exchange", local, 0, "balanced", device, self.dtype, seed=rank)
+        self.weights = (layer.gate_EIH, layer.up_EIH, layer.down_EHI)
+        for weight in self.weights:
+            weight.requires_grad_()
+            weight.main_grad = torch.zeros(weight.shape, device=device)  # type: ignore[attr-defined]
+        thin = replace(self.shape, intermediate_size=16, ranks=1)  # for its tokens and routes alone
+        inputs = make_problem("exchange", thin, spec["tokens"], spec["routing"], device, self.dtype, seed=1000 + rank).sets[0]
+        self.x_TH, self.ids_TK, self.router_TK, self.dy_TH = inputs.x_TH, inputs.ids_TK, inputs.weights_TK, inputs.dy_TH
+        self.rows: list[ExchangeRow] = []
+
+    def link_bytes(self, once: bool) -> int:
+        """Bytes of rows that the busiest rank gets from others; a token `once` for each rank that wants it."""
+        owner_TK = self.ids_TK // (self.shape.num_experts // self.ranks)
+        sent = []
+        for other in range(self.ranks):
+            wanted_TK = (owner_TK == other) & (self.ids_TK >= 0)
+            sent.append(int(wanted_TK.any(1).sum() if once else wanted_TK.sum()) if other != self.rank else 0)
+        all_sent: list[list[int]] = [[]] * self.ranks
+        dist.all_gather_object(all_sent, sent)
+        row_bytes = self.shape.hidden_size * self.x_TH.element_size()
+        return max(sum(column) for column in zip(*all_sent, strict=True)) * row_bytes
+
+    def time(
+        self, name: str, what: str, work: Callable[[], Any], link_bytes: int, before: Callable[[], Any] | None = None
+    ) -> None:
+        """Add the median over calls of the slowest rank's time for `work`, after `before`, which is not timed."""
+        seconds = []
+        for turn in range(self.calls + 2):
+            if before is not None:
+                before()
+            self.synchronize()
+            dist.barrier()
+            started = time.perf_counter()
+            work()
+            self.synchronize()
+            if turn >= 2:
+                seconds.append(time.perf_counter() - started)
+        everyone: list[list[float]] = [[]] * self.ranks
+        dist.all_gather_object(everyone, seconds)
+        slowest = sorted(max(call) * 1e3 for call in zip(*everyone, strict=True))
+        median = statistics.median(slowest)
+        spread = slowest[len(slowest) * 3 // 4] - slowest[len(slowest) // 4]
+        self.rows.append(ExchangeRow(name, what, median, spread, link_bytes, link_bytes / median / 1e6))
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def agree(self, problem: str) -> None:
+        problems: list[str] = [""] * self.ranks
+        dist.all_gather_object(problems, problem)
+        if any(problems):
+            rank = next(rank for rank, found in enumerate(problems) if found)
+            raise RankError(f"rank {rank}: {problems[rank]}")
+
+    def check(self, name: str, slots_KTH: Tensor) -> None:
+        """Rows that came back untouched: each slot of a token holds the token."""
+        sent = self.x_TH.view(torch.uint8)
+        wrong = [k for k, slot_TH in enumerate(slots_KTH) if not torch.equal(slot_TH.contiguous().view(torch.uint8), sent)]
+        self.agree(f"{name}: rows of slots {wrong} came back with other bytes than they left with" if wrong else "")
+
+    def collective(self, group: dist.ProcessGroup) -> None:
+        """All-to-all, and the torch backend around it."""
+        transport = CollectiveTransport(group)
+        name = f"collective ({dist.get_backend(group)}), torch"
+
+        def plan() -> Any:
+            counts_CE = transport.all_counts(count_routes(self.ids_TK, self.shape.num_experts, self.grid))
+            schedule = build_schedule(self.ids_TK, self.shape.num_experts, self.grid, counts_CE)
+            schedule.exchange  # noqa: B018 (made once, here)
+            return schedule
+
+        schedule = plan()
+        rows = transport.rows_of_tokens(self.x_TH, schedule)
+        self.check(name, torch.stack(list(transport.slots_of_rows(rows, schedule))))
+        sent = self.link_bytes(once=False)
+        self.time(name, "plan", plan, 0)
+        self.time(name, "dispatch", lambda: transport.rows_of_tokens(self.x_TH, schedule), sent)
+        self.time(name, "combine", lambda: list(transport.slots_of_rows(rows, schedule)), sent)
+        self.layer(name, "torch", transport, sent, sent)
+
+    def peer(self, group: dist.ProcessGroup) -> None:
+        """Peer memory, and the staged backend around it."""
+        from mok.launch import peer
+        from mok.launch.plan import TaskOrder
+
+        name = "peer, staged"
+        shape, tokens = self.shape, self.x_TH.shape[0]
+        room = WorkspaceShape(tokens, shape.top_k, shape.hidden_size, shape.intermediate_size, self.ranks)
+        transport = PeerTransport.allocate(room, group, self.device, self.agree, row_room=0.0, timeout_s=TIMEOUT_S)
+        sizes = shape.num_experts, shape.hidden_size, shape.intermediate_size, TaskOrder(), TaskOrder()
+
+        def plan() -> peer.PeerPlan:
+            return peer.plan_over_ranks(self.ids_TK, *sizes, transport, grid=self.grid)
+
+        def dispatch() -> None:
+            peer.send_tokens(made, x=self.x_TH)
+            peer.pull_rows(made, "x", rows)
+
+        def combine() -> None:
+            peer.return_rows(made, rows)
+            peer.await_rows(made)
+
+        made = plan()
+        rows = self.x_TH.new_empty(made.rows.max_rows, shape.hidden_size)
+        dispatch()
+        combine()
+        self.check(name, peer.returned_rows(made).view(tokens, shape.top_k, -1).transpose(0, 1))
+        once, each = self.link_bytes(once=True), self.link_bytes(once=False)
+        self.time(name, "plan", plan, 0)
+        self.time(name, "dispatch", dispatch, once)
+        self.time(name, "combine", combine, each, before=dispatch)
+        self.layer(name, "staged", transport, once, each)
+
+    def layer(self, name: str, backend: str, transport: Transport, out_bytes: int, back_bytes: int) -> None:
+        """Whole passes: rows go out once and come back once in each; in the backward x may go out again."""
+        from mok.backends.interface import Options
+
+        choose(backend, self.shape, self.dtype, self.device, transport=transport.name)
+        options = Options(transport=transport)
+        x_TH = self.x_TH.detach().requires_grad_()
+        outputs: list[Tensor] = []
+
+        def forward() -> None:
+            y_TH, _ = moe_layer(
+                x_TH, self.ids_TK, self.router_TK, self.weights, options=options, backend=backend, grid=self.grid
+            )
+            outputs.append(y_TH)
+
+        def backward() -> None:
+            outputs.pop().backward(self.dy_TH)
+
+        self.time(name, "forward", forward, out_bytes + back_bytes)
+        outputs.clear()
+        self.time(name, "backward", backward, out_bytes + back_bytes, before=forward)
+
+
+def main(path: str) -> None:
+    """One rank."""
+    spec = json.loads(Path(path).read_text(encoding="utf-8"))
+    launched = launched_ranks()
+    assert launched is not None
+    rank, ranks = launched
+    device, shared = torch.device(spec["device"]), False
+    if device.type == "cuda":
+        shared = torch.cuda.device_count() < ranks
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    nccl = device.type == "cuda" and not shared
+    dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=datetime.timedelta(seconds=2 * TIMEOUT_S))
+    group = dist.group.WORLD
+    assert group is not None
+    bench, left_out = Bench(spec, rank, ranks, device), {}
+    if device.type == "cpu" or nccl:
+        bench.collective(group)
+    else:
+        left_out["collective, torch"] = "NCCL wants a GPU for each rank"
+    if device.type == "cpu":
+        left_out["peer, staged"] = "ranks on CPUs have no memory to open to one another"
+    else:
+        try:
+            bench.peer(group)
+        except MokError as error:
+            left_out["peer, staged"] = str(error)
+    if rank == 0:
+        environment = {
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "ranks": ranks,
+            "ranks_share_a_gpu": shared,
+            "tokens_per_rank": spec["tokens"],
+            "routing": spec["routing"],
+            "shape": spec["shape"],
+            "torch": torch.__version__,
+        }
+        found = {"rows": [asdict(row) for row in bench.rows], "left_out": left_out, "environment": environment}
+        Path(path).with_name("result.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
