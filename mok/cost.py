@@ -7,6 +7,7 @@ measured. docs/scaling.md has its tables and says what is left out. Needs no tor
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import comb
 
 from mok import shapes
 from mok.config import Recipe
@@ -84,11 +85,12 @@ class LayerTime:
     fullest: float
 
 
-def layer_time(shape: LayerShape, tokens: int, machine: Machine, dtype: str = "bf16") -> LayerTime:
+def layer_time(shape: LayerShape, tokens: int, machine: Machine, dtype: str = "bf16", *, once: bool = False) -> LayerTime:
     """Of `tokens` tokens on each of `shape.ranks` ranks, routes spread evenly over the experts.
 
     Experts are dealt out as evenly as they go, so that ranks need not divide them (mok itself wants that they do).
     Per route: a row of H to the expert's rank and one back; products of 6 H I operations forward, twice as many backward.
+    once: a token goes out once to each rank that has any of its experts, as through peer memory.
     Memory: every weight read once per pass; rows of x and y written and read (4 H), gate, up and hidden (4 I); backward in
     addition the fp32 gradients read and written, and rows of dy, x and dx (6 H), d(gate), d(up), hidden (8 I).
     """
@@ -97,17 +99,19 @@ def layer_time(shape: LayerShape, tokens: int, machine: Machine, dtype: str = "b
     fullest = local * ranks / shape.num_experts
     rows = tokens * shape.top_k * fullest
     flops = 6 * hidden * (rows * width + tokens * shape.shared_size)
-    travel_s = machine.link_s(rows * (ranks - 1) / ranks * hidden * ROW_BYTES)
+    back_s = out_s = machine.link_s(rows * (ranks - 1) / ranks * hidden * ROW_BYTES)
+    if once:
+        # How likely a rank has none of the K experts of a token, drawn from E without replacement.
+        none = comb(shape.num_experts - local, shape.top_k) / comb(shape.num_experts, shape.top_k)
+        out_s = machine.link_s(tokens * (ranks - 1) * (1 - none) * hidden * ROW_BYTES)
     weights = 3 * local * hidden * width + shape.shared_parameters
 
     def memory_s(bytes_per_weight: float, values_per_row: int) -> float:
         return (weights * bytes_per_weight + rows * values_per_row * ROW_BYTES) / machine.memory_bytes
 
     weight_bytes = 1 if dtype in FORMATS else 2
-    forward = PassTime(machine.products_s(flops, dtype), travel_s, travel_s, memory_s(weight_bytes, 4 * hidden + 4 * width))
-    backward = PassTime(
-        machine.products_s(2 * flops, dtype), travel_s, travel_s, memory_s(weight_bytes + 8, 6 * hidden + 8 * width)
-    )
+    forward = PassTime(machine.products_s(flops, dtype), out_s, back_s, memory_s(weight_bytes, 4 * hidden + 4 * width))
+    backward = PassTime(machine.products_s(2 * flops, dtype), out_s, back_s, memory_s(weight_bytes + 8, 6 * hidden + 8 * width))
     return LayerTime(forward, backward, fullest)
 
 
@@ -127,6 +131,7 @@ def step_time(recipe: Recipe, vocab_size: int, machine: Machine, *, replicas: in
         tokens,
         machine,
         train.dtype,
+        once=recipe.moe.transport == "peer",
     )
     layers = recipe.model.num_layers - recipe.model.num_dense_layers
     counts = shapes.parameters(recipe, vocab_size)

@@ -23,6 +23,9 @@ def test_a_layer_by_hand() -> None:
     assert found.backward.products_s == pytest.approx(2 * found.forward.products_s)
     assert found.forward.in_turn_s == pytest.approx(found.forward.products_s + 2 * found.forward.dispatch_s)
     assert found.forward.overlapped_s == pytest.approx(max(found.forward.products_s, 2 * found.forward.dispatch_s))
+    once = layer_time(LayerShape(1000, 500, 4, 2, ranks=2), 100, ROUND, once=True)
+    assert once.forward.dispatch_s == pytest.approx(100 * (1 - 1 / 6) * 1000 * 2 / 0.5e9)  # 1 of 6 pairs is on one rank alone
+    assert once.forward.combine_s == found.forward.combine_s
     quantized = layer_time(LayerShape(1000, 500, 4, 2, ranks=2), 100, ROUND, "mxfp8")
     assert quantized.forward.products_s == pytest.approx(found.forward.products_s / 2)
     assert quantized.forward.link_s == found.forward.link_s
