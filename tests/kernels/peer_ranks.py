@@ -24,10 +24,12 @@ from mok.backends import mega, staged
 from mok.backends.interface import LayerShape, Options
 from mok.errors import MokError
 from mok.grid import CallGrid
+from mok.launch import mega as mega_launch
 from mok.launch.status import check_status
 from mok.shapes import WorkspaceShape
 from mok.transport.interface import Transport
 from mok.transport.peer import PeerTransport
+from tests.kernels.virtual_ranks import run_beside_others
 
 SHAPE = LayerShape(512, 384, 12, 4)
 TOKENS = 192
@@ -60,6 +62,8 @@ def train(backend: Any, rank: int, ranks: int, transport: Transport | None, step
     if backend is mega:
         programs = torch.cuda.get_device_properties(device).multi_processor_count // ranks
         kernel = replace(mega.settings(shape, device), programs=programs)
+        if ranks > 1:
+            mega_launch.run = run_beside_others
     options = Options(transport=transport, kernel=kernel, recompute="none")
     mine = tokens_of(rank, ranks)
     found: dict[str, Tensor] = {}

@@ -31,7 +31,7 @@ K = 2
 
 @pytest.fixture(autouse=True)
 def gpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    forget_status(device)
+    forget_status(torch.device("cuda", 0) if device.type == "cuda" else device)
     if device.type == "cpu":
         monkeypatch.setattr(staged_launch, "gpu_of", lambda device: staged_launch.Gpu(90, 3, 232448))
 

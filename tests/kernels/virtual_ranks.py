@@ -40,6 +40,12 @@ def transports(shape: WorkspaceShape, device: torch.device = CPU, **options: flo
     return made
 
 
+def run_beside_others(kernel: Any, config: Any, *arguments: Any) -> None:
+    """In place of `mok.launch.mega.run`, for ranks that share a GPU: not a cooperative launch, of which two might be kept from
+    running beside one another. `config.programs` of all ranks must fit at once."""
+    kernel[(config.programs,)](*arguments, num_warps=4, maxnreg=168, enable_fp_fusion=False)
+
+
 @triton.jit
 def meet_all(bases_R, epochs, given_up, status, num_ranks, limit_ns, RANKS: tl.constexpr):
     """`raise_and_await` of every rank, one program each."""
@@ -133,13 +139,12 @@ class Lockstep:
             transport.epoch[:1], transport.given_up[:1] = epoch, lost
 
     def run_mega(self, kernel: Any, config: Any, *arguments: Any) -> None:
-        """The megakernel of every rank, one behind the other, since they wait for one another. Not as cooperative launches,
-        which may be kept from running beside one another: all programs of all ranks fit at once."""
+        """The megakernel of every rank, one behind the other, since they wait for one another."""
 
         def run_all(all_: list[tuple[Any, ...]]) -> None:
             for stream, given in zip(self.streams, all_, strict=True):
                 with torch.cuda.stream(stream):
-                    kernel[(config.programs,)](*given, num_warps=4, maxnreg=168, enable_fp_fusion=False)
+                    run_beside_others(kernel, config, *given)
 
         self.all_here(arguments, run_all)
 
