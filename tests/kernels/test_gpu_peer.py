@@ -36,6 +36,7 @@ CASES = [
     Case(4, (65, 64, 1, 200), experts=8, routing="masked", hidden=512, width=128, top_k=3),
     Case(3, (40,) * 6, experts=6, segment=3, hidden=48, width=80),
     Case(2, (50, 70), experts=4, routing="first", hidden=7168, width=128),
+    Case(2, (64, 1), experts=32, hidden=128, width=64, top_k=8),
 ]
 
 

@@ -24,12 +24,12 @@ def test_every_layer_has_a_word_that_compiled_kernels_find_aligned() -> None:
 def test_all_layers_and_reasons_are_named_once() -> None:
     status_word(CPU, 2).fill_(3)
     status_word(CPU, 7).fill_(32)
-    status_word(CPU, 8).fill_(16 | 5 << 5 | 3 << 12)
+    status_word(CPU, 8).fill_(16 | 71 << 5 | 3 << 12)  # the last rank of a rack
     with pytest.raises(RunError) as caught:
         check_status(CPU)
     text = str(caught.value)
     assert "layer 2: a tile waited too long" in text and "expert ids out of range" in text and "layer 7: status 0x20" in text
-    assert "layer 8: the experts of rank 5 of the expert group got 192 rows" in text
+    assert "layer 8: the experts of rank 71 of the expert group got 192 rows" in text
     check_status(CPU)
     mok.check_status()
 
