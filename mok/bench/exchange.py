@@ -103,6 +103,7 @@ class Bench:
         inputs = make_problem("exchange", thin, spec["tokens"], spec["routing"], device, self.dtype, seed=1000 + rank).sets[0]
         self.x_TH, self.ids_TK, self.router_TK, self.dy_TH = inputs.x_TH, inputs.ids_TK, inputs.weights_TK, inputs.dy_TH
         self.rows: list[ExchangeRow] = []
+        self.left_out: dict[str, str] = {}
 
     def link_bytes(self, once: bool) -> int:
         """Bytes of rows that the busiest rank gets from others; a token `once` for each rank that wants it."""
@@ -176,7 +177,7 @@ class Bench:
         self.layer(name, "torch", transport, sent, sent)
 
     def peer(self, group: dist.ProcessGroup) -> None:
-        """Peer memory, and the staged backend around it."""
+        """Peer memory by kernels of its own, and as part of the backends that can."""
         from mok.launch import peer
         from mok.launch.plan import TaskOrder
 
@@ -207,12 +208,17 @@ class Bench:
         self.time(name, "dispatch", dispatch, once)
         self.time(name, "combine", combine, each, before=dispatch)
         self.layer(name, "staged", transport, once, each)
+        self.layer("peer, mega", "mega", transport, once, each)
 
     def layer(self, name: str, backend: str, transport: Transport, out_bytes: int, back_bytes: int) -> None:
         """Whole passes: rows go out once and come back once in each; in the backward x may go out again."""
         from mok.backends.interface import Options
 
-        choose(backend, self.shape, self.dtype, self.device, transport=transport.name)
+        try:
+            choose(backend, self.shape, self.dtype, self.device, transport=transport.name)
+        except UsageError as error:  # the same on every rank
+            self.left_out[name] = str(error)
+            return
         options = Options(transport=transport)
         x_TH = self.x_TH.detach().requires_grad_()
         outputs: list[Tensor] = []
@@ -246,18 +252,18 @@ def main(path: str) -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=datetime.timedelta(seconds=2 * TIMEOUT_S))
     group = dist.group.WORLD
     assert group is not None
-    bench, left_out = Bench(spec, rank, ranks, device), {}
+    bench = Bench(spec, rank, ranks, device)
     if device.type == "cpu" or nccl:
         bench.collective(group)
     else:
-        left_out["collective, torch"] = "NCCL wants a GPU for each rank"
+        bench.left_out["collective, torch"] = "NCCL wants a GPU for each rank"
     if device.type == "cpu":
-        left_out["peer, staged"] = "ranks on CPUs have no memory to open to one another"
+        bench.left_out["peer, staged"] = "ranks on CPUs have no memory to open to one another"
     else:
         try:
             bench.peer(group)
         except MokError as error:
-            left_out["peer, staged"] = str(error)
+            bench.left_out["peer, staged"] = str(error)
     if rank == 0:
         environment = {
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -268,7 +274,7 @@ def main(path: str) -> None:
             "shape": spec["shape"],
             "torch": torch.__version__,
         }
-        found = {"rows": [asdict(row) for row in bench.rows], "left_out": left_out, "environment": environment}
+        found = {"rows": [asdict(row) for row in bench.rows], "left_out": bench.left_out, "environment": environment}
         Path(path).with_name("result.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
