@@ -90,6 +90,8 @@ def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device, quantiz
         reasons += why_not_coded(quantization, shape.shared_size)
         if shape.shared_size:
             reasons.append("shared experts beside 8-bit routed ones are not built into it: use moe.backend = staged")
+        if shape.ranks > 1:
+            reasons.append(f"8-bit operands over {shape.ranks} ranks are not built into it: use moe.backend = staged")
     if dtype != torch.bfloat16:
         reasons.append(f"dtype {dtype}: computes in torch.bfloat16 only")
     return reasons + config_why_not(settings(shape, device), shape, facts, quantization is not None)

@@ -57,10 +57,11 @@ class WeightCache:
         self._kept.clear()
 
 
-def why_not_coded(quantization: Quantization, shared_size: int) -> list[str]:
-    """Why kernels whose products take 8-bit codes cannot compute it, in words; empty if they can."""
+def why_not_coded(quantization: Quantization, shared_size: int, scaled_products: bool = False) -> list[str]:
+    """Why kernels whose products take 8-bit codes cannot compute it, in words; empty if they can. scaled_products: whether the
+    GPU's products take scales too."""
     reasons = []
-    if not quantization.of_blocks.square_weights:
+    if not quantization.of_blocks.square_weights and not scaled_products:
         reasons.append(f"{quantization.format}: its products take 8-bit operands in blocks of 128 (fp8_block) only")
     if quantization.weight_gradients:
         reasons.append("quantize_weight_gradients: its weight gradients take operands in bf16 only")
@@ -73,10 +74,10 @@ def why_not_coded(quantization: Quantization, shared_size: int) -> list[str]:
 
 def coded_weight(name: str, w_LAB: Tensor, form: Format, cache: WeightCache | None) -> CodedWeight:
     """Codes of a stack of weights on a GPU, both orientations, from the layer's cache if it has one."""
-    from mok.launch.quantize import quantize_weight
+    from mok.launch.quantize import quantize_weight, quantize_weight_along
 
     def make() -> CodedWeight:
-        return quantize_weight(w_LAB, form.block)
+        return (quantize_weight if form.square_weights else quantize_weight_along)(w_LAB, form.block)
 
     return make() if cache is None else cache.get(f"codes of {name}", make)
 

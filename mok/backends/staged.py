@@ -94,7 +94,8 @@ def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device, quantiz
         major, minor = torch.cuda.get_device_capability(device)
         reasons.append(f"compute capability {major}.{minor}: needs 8.0 or newer")
     if quantization is not None:
-        reasons += why_not_coded(quantization, shape.shared_size)
+        scaled = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+        reasons += why_not_coded(quantization, shape.shared_size, scaled)
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_CODED_CAPABILITY:
             reasons.append(f"{quantization.format}: needs compute capability 8.9, the first with products of 8-bit floats")
     if dtype != torch.bfloat16:
@@ -160,8 +161,8 @@ def forward(
         form, cache = options.quantization.of_blocks, options.weight_cache
         gate, up = coded_weight("gate", gate_LIH, form, cache), coded_weight("up", up_LIH, form, cache)
         codes = gate, up, coded_weight("down", down_LHI, form, cache)
-        launch.gate_up(launch.coded_rows(x_rows), gate, up, h_rows, gate_up_2PI, plan, options.clamp, gpu, config)
-        launch.down(launch.coded_rows(h_rows), codes[2], y_rows, plan, gpu, config)
+        launch.gate_up(launch.coded_rows(x_rows, form.block), gate, up, h_rows, gate_up_2PI, plan, options.clamp, gpu, config)
+        launch.down(launch.coded_rows(h_rows, form.block), codes[2], y_rows, plan, gpu, config)
     if schedule.peers is not None:
         peer.return_rows(schedule.peers, y_rows)
 
@@ -225,13 +226,17 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
             launch.gate_up(rows_PH, saved.gate_LIH, saved.up_LIH, wh_rows, gate_up_2PI, plan, clamp, gpu, config)
         else:
             gate, up, _ = saved.codes
-            launch.gate_up(launch.coded_rows(rows_PH), gate, up, wh_rows, gate_up_2PI, plan, clamp, gpu, config)
+            launch.gate_up(
+                launch.coded_rows(rows_PH, block_of(saved)), gate, up, wh_rows, gate_up_2PI, plan, clamp, gpu, config
+            )
     else:
         torch.autograd.graph.increment_version(gate_up_2PI)
     partial = launch.partial_sums(rows, width, dy_TH.device)
     dweights_TK = torch.empty_like(saved.weights_TK)
     bring("dy", dy_TH, rows_PH, schedule)
-    dy_rows, down = (rows_PH, saved.down_LHI) if saved.codes is None else (launch.coded_rows(rows_PH), saved.codes[2])
+    dy_rows, down = (
+        (rows_PH, saved.down_LHI) if saved.codes is None else (launch.coded_rows(rows_PH, block_of(saved)), saved.codes[2])
+    )
     launch.dh(dy_rows, down, gate_up_2PI, wh_rows, partial, weights, own, clamp, gpu, config)
     dx_rows = rows_PH
     if peers is None:
@@ -266,6 +271,12 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     return InputGrads(dx_TH, dweights_TK, dscale_T, shared)
 
 
+def block_of(saved: Saved) -> int:
+    """Values that share a scale in rows."""
+    assert saved.options.quantization is not None
+    return saved.options.quantization.of_blocks.block
+
+
 def rows_towards_x(d_gate_up_2PI: Tensor, saved: Saved, dx_rows: Tensor, config: StagedConfig) -> None:
     """dx of every row, from d(gate) and d(up)."""
     from mok.launch import staged as launch
@@ -274,7 +285,7 @@ def rows_towards_x(d_gate_up_2PI: Tensor, saved: Saved, dx_rows: Tensor, config:
     if saved.codes is None:
         launch.dx(d_gate_up_2PI, saved.gate_LIH, saved.up_LIH, dx_rows, plan, gpu, config)
     else:
-        dgate, dup = launch.coded_rows(d_gate_up_2PI[0]), launch.coded_rows(d_gate_up_2PI[1])
+        dgate, dup = (launch.coded_rows(rows, block_of(saved)) for rows in d_gate_up_2PI)
         launch.dx((dgate, dup), saved.codes[0], saved.codes[1], dx_rows, plan, gpu, config)
 
 

@@ -19,7 +19,9 @@ import triton.language as tl
 
 from mok.kernels.tasks import EXPERT, FIELDS, HALF, PART, ROW, ROW_BLOCK, SIZE_MTILES, STEPS, TILE_C, TILE_M, TILE_N, M, N
 
-CODED_C = tl.constexpr(128)  # contraction elements that share a scale where operands are 8-bit codes
+CODED_C = tl.constexpr(128)  # contraction elements of a step of 8-bit codes; of fp8_block they share a scale
+GROUP = tl.constexpr(32)  # that share one of mxfp8
+E4M3 = tl.constexpr("e4m3")
 SUM_COLUMNS = tl.constexpr(128)  # columns of one partial sum of the router weight's gradient
 
 
@@ -105,21 +107,35 @@ def scale_of(code):
 
 @triton.jit
 def multiply_coded(
-    total, rows, row_scales, max_rows, weight, weight_scales, stride, row, valid, expert, column, blocks, COLUMNS: tl.constexpr
-):
-    """total + rows[row, :] weight[expert, column:column + COLUMNS, :]^T of 8-bit codes, a block of 128 contraction elements
-    at a time: its products from zero, times both scales, added with one rounding.
+    total, rows, row_scales, max_rows, weight, weight_scales, groups, row, valid, expert, column, width, steps,
+    SQUARES: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """total + rows[row, :] weight[expert, column:column + COLUMNS, :]^T of 8-bit codes, CODED_C contraction elements a step.
 
-    row_scales: E8M0 [blocks, max_rows]. weight_scales: pointer to that of the first block, the next ones `stride` apart.
+    SQUARES: a scale for CODED_C elements of a row and CODED_C x CODED_C of a weight. The products of a step start from zero and
+    are added, times both scales, with one rounding. Else a scale for each of `groups` groups of 32 along the contraction, in
+    rows and in weights, which the unit multiplies by itself on the way to one sum, where it has scaled products (Blackwell).
+    row_scales: E8M0 [steps or groups, max_rows]. weight_scales: [L, width / CODED_C, steps], or [L, width, groups].
     """
-    for block in range(blocks):
-        a = load_block(rows, 0, row, block * CODED_C, TILE_M, CODED_C)
-        b = load_block(weight, expert, column, block * CODED_C, COLUMNS, CODED_C)
-        places = tl.cast(block, tl.int64) * max_rows + row + tl.arange(0, TILE_M)
-        row_scale = scale_of(tl.load(row_scales + places, mask=valid, other=0))
-        factor = row_scale * scale_of(tl.load(weight_scales + block * stride))
-        product, factor = tl.broadcast(tl.dot(a, b.T), factor[:, None])
-        total = tl.fma(product, factor, total)
+    row_places = row + tl.arange(0, TILE_M)
+    for step in range(steps):
+        a = load_block(rows, 0, row, step * CODED_C, TILE_M, CODED_C)
+        b = load_block(weight, expert, column, step * CODED_C, COLUMNS, CODED_C)
+        if SQUARES:
+            blocks = width // CODED_C
+            block = tl.minimum(column // CODED_C, blocks - 1)  # columns past the width are not stored
+            row_scale = scale_of(tl.load(row_scales + tl.cast(step, tl.int64) * max_rows + row_places, mask=valid, other=0))
+            factor = row_scale * scale_of(tl.load(weight_scales + (expert * blocks + block) * steps + step))
+            product, factor = tl.broadcast(tl.dot(a, b.T), factor[:, None])
+            total = tl.fma(product, factor, total)
+        else:
+            group = step * (CODED_C // GROUP) + tl.arange(0, CODED_C // GROUP)[None, :]
+            columns = column + tl.arange(0, COLUMNS)[:, None]
+            of_rows = row_scales + group.to(tl.int64) * max_rows + row_places[:, None]
+            a_scales = tl.load(of_rows, mask=valid[:, None] & (group < groups), other=0)
+            of_columns = weight_scales + (expert * width + columns).to(tl.int64) * groups + group
+            b_scales = tl.load(of_columns, mask=(columns < width) & (group < groups), other=0)
+            total = tl.dot_scaled(a, a_scales, E4M3, b.T, b_scales, E4M3, total)
     return total
 
 
@@ -130,7 +146,7 @@ def multiply_coded(
 @triton.jit
 def gate_up_tile(
     task, x_rows, gate, up, scales, h_rows, gate_rows, up_rows, width, steps,
-    KEEP: tl.constexpr, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    KEEP: tl.constexpr, CLAMP: tl.constexpr, SQUARES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """h = silu(g) * u with g = x gate_e^T and u = x up_e^T, each rounded first, so that a backward recomputes exactly this h.
 
@@ -146,12 +162,13 @@ def gate_up_tile(
         g = tl.zeros((TILE_M, COLUMNS), tl.float32)
         u = tl.zeros((TILE_M, COLUMNS), tl.float32)
         if scales is not None:
-            first = (expert * (width // CODED_C) + column // CODED_C) * steps
             g = multiply_coded(
-                g, x_rows, scales[0], scales[1], gate, scales[2] + first, 1, row, valid, expert, column, steps, COLUMNS
+                g, x_rows, scales[0], scales[2], gate, scales[4], scales[3], row, valid, expert, column, width, steps, SQUARES,
+                COLUMNS,
             )  # fmt: skip
             u = multiply_coded(
-                u, x_rows, scales[0], scales[1], up, scales[3] + first, 1, row, valid, expert, column, steps, COLUMNS
+                u, x_rows, scales[0], scales[2], up, scales[5], scales[3], row, valid, expert, column, width, steps, SQUARES,
+                COLUMNS,
             )  # fmt: skip
         else:
             for step in range(steps):
@@ -169,7 +186,9 @@ def gate_up_tile(
 
 
 @triton.jit
-def down_tile(task, h_rows, down, scales, y_rows, width, steps, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
+def down_tile(
+    task, h_rows, down, scales, y_rows, width, steps, SQUARES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
     """y = h down_e^T.
 
     Program: 128 rows, 256 columns. Reads h_rows [P, I], down [L, H, I]. Writes y_rows [P, H].
@@ -181,9 +200,10 @@ def down_tile(task, h_rows, down, scales, y_rows, width, steps, BLOCK_N: tl.cons
         column = first_column(task) + part * BLOCK_N
         y = tl.zeros((TILE_M, BLOCK_N), tl.float32)
         if scales is not None:
-            block = tl.minimum(column // CODED_C, width // CODED_C - 1)  # columns past the width are not stored
-            first = scales[2] + (expert * (width // CODED_C) + block) * steps
-            y = multiply_coded(y, h_rows, scales[0], scales[1], down, first, 1, row, valid, expert, column, steps, BLOCK_N)
+            y = multiply_coded(
+                y, h_rows, scales[0], scales[2], down, scales[4], scales[3], row, valid, expert, column, width, steps, SQUARES,
+                BLOCK_N,
+            )  # fmt: skip
         else:
             for step in range(steps):
                 h = load_block(h_rows, 0, row, step * BLOCK_C, TILE_M, BLOCK_C)
@@ -275,7 +295,7 @@ def finish_dh(
 @triton.jit
 def dh_tile(
     task, dy_rows, down, scales, gate_rows, up_rows, wh_rows, dgate_rows, dup_rows, partial, num_sums, route_of_row_P,
-    weights_N, width, steps, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    weights_N, width, steps, CLAMP: tl.constexpr, SQUARES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """dh = dy down_e, then `finish_dh`. Program: 128 rows, 256 columns.
 
@@ -292,10 +312,9 @@ def dh_tile(
         column = first_column(task) + part * BLOCK_N
         dh = tl.zeros((TILE_M, BLOCK_N), tl.float32)
         if scales is not None:
-            stride = width // CODED_C
-            first = scales[2] + expert * steps * stride + tl.minimum(column // CODED_C, stride - 1)
             dh = multiply_coded(
-                dh, dy_rows, scales[0], scales[1], down, first, stride, row, valid, expert, column, steps, BLOCK_N
+                dh, dy_rows, scales[0], scales[2], down, scales[4], scales[3], row, valid, expert, column, width, steps,
+                SQUARES, BLOCK_N,
             )  # fmt: skip
         else:
             dh = multiply(dh, dy_rows, down, row, expert, column, steps, BLOCK_N, BLOCK_C)
@@ -318,7 +337,8 @@ def dh_tile(
 
 @triton.jit
 def dx_tile(
-    task, dgate_rows, dup_rows, gate, up, scales, dx_rows, width, steps, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
+    task, dgate_rows, dup_rows, gate, up, scales, dx_rows, width, steps,
+    SQUARES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """dx = d(gate) gate_e + d(up) up_e, one chain: all of gate, then all of up. Program: 128 rows, 256 columns.
 
@@ -331,14 +351,13 @@ def dx_tile(
         column = first_column(task) + part * BLOCK_N
         dx = tl.zeros((TILE_M, BLOCK_N), tl.float32)
         if scales is not None:
-            stride = width // CODED_C
-            first = expert * steps * stride + tl.minimum(column // CODED_C, stride - 1)
             dx = multiply_coded(
-                dx, dgate_rows, scales[0], scales[2], gate, scales[3] + first, stride, row, valid, expert, column, steps,
-                BLOCK_N,
+                dx, dgate_rows, scales[0], scales[2], gate, scales[4], scales[3], row, valid, expert, column, width, steps,
+                SQUARES, BLOCK_N,
             )  # fmt: skip
             dx = multiply_coded(
-                dx, dup_rows, scales[1], scales[2], up, scales[4] + first, stride, row, valid, expert, column, steps, BLOCK_N
+                dx, dup_rows, scales[1], scales[2], up, scales[5], scales[3], row, valid, expert, column, width, steps,
+                SQUARES, BLOCK_N,
             )  # fmt: skip
         else:
             dx = multiply(dx, dgate_rows, gate, row, expert, column, steps, BLOCK_N, BLOCK_C)
@@ -387,50 +406,53 @@ RUNTIME_SIZES = ["tiles", "tiles_before", "steps", "num_sums", "tasks_before", "
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def run_gate_up(
     tasks, sizes, tiles, x_rows, gate, up, scales, h_rows, gate_rows, up_rows, width, steps,
-    KEEP: tl.constexpr, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    KEEP: tl.constexpr, CLAMP: tl.constexpr, SQUARES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """`gate_up_tile` for every GATE_UP task. Program: one of any number; tasks round robin."""
     for i in range(tl.program_id(0), tl.load(sizes + SIZE_MTILES) * tiles, tl.num_programs(0)):
         task = tasks + i * FIELDS
-        gate_up_tile(task, x_rows, gate, up, scales, h_rows, gate_rows, up_rows, width, steps, KEEP, CLAMP, BLOCK_N, BLOCK_C)
+        gate_up_tile(
+            task, x_rows, gate, up, scales, h_rows, gate_rows, up_rows, width, steps, KEEP, CLAMP, SQUARES, BLOCK_N, BLOCK_C
+        )
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def run_down(
     tasks, sizes, tiles_before, tiles, h_rows, down, scales, y_rows, width, steps,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    SQUARES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """`down_tile` for every DOWN task. Program: one of any number; tasks round robin."""
     mtiles = tl.load(sizes + SIZE_MTILES)
     for i in range(tl.program_id(0), mtiles * tiles, tl.num_programs(0)):
         task = tasks + (mtiles * tiles_before + i) * FIELDS
-        down_tile(task, h_rows, down, scales, y_rows, width, steps, BLOCK_N, BLOCK_C)
+        down_tile(task, h_rows, down, scales, y_rows, width, steps, SQUARES, BLOCK_N, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def run_dh(
     tasks, sizes, tiles, dy_rows, down, scales, gate_rows, up_rows, wh_rows, dgate_rows, dup_rows, partial, num_sums,
-    route_of_row_P, weights_N, width, steps, CLAMP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    route_of_row_P, weights_N, width, steps, CLAMP: tl.constexpr, SQUARES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """`dh_tile` for every DH task. Program: one of any number; tasks round robin."""
     for i in range(tl.program_id(0), tl.load(sizes + SIZE_MTILES) * tiles, tl.num_programs(0)):
         task = tasks + i * FIELDS
         dh_tile(
             task, dy_rows, down, scales, gate_rows, up_rows, wh_rows, dgate_rows, dup_rows, partial, num_sums, route_of_row_P,
-            weights_N, width, steps, CLAMP, BLOCK_N, BLOCK_C,
+            weights_N, width, steps, CLAMP, SQUARES, BLOCK_N, BLOCK_C,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)
 def run_dx(
     tasks, sizes, tiles_before, tasks_before, tiles, dgate_rows, dup_rows, gate, up, scales, dx_rows, width, steps,
-    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+    SQUARES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """`dx_tile` for every DX task. Program: one of any number; tasks round robin."""
     mtiles = tl.load(sizes + SIZE_MTILES)
     for i in range(tl.program_id(0), mtiles * tiles, tl.num_programs(0)):
         task = tasks + (mtiles * tiles_before + tasks_before + i) * FIELDS
-        dx_tile(task, dgate_rows, dup_rows, gate, up, scales, dx_rows, width, steps, BLOCK_N, BLOCK_C)
+        dx_tile(task, dgate_rows, dup_rows, gate, up, scales, dx_rows, width, steps, SQUARES, BLOCK_N, BLOCK_C)
 
 
 @triton.jit(do_not_specialize=RUNTIME_SIZES)

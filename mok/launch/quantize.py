@@ -13,7 +13,16 @@ from torch import Tensor
 
 from mok.kernels.quantize import quantize_tiles, quantize_weights
 
-__all__ = ["Both", "CodedRows", "CodedWeight", "Quantized", "quantize", "quantize_squares", "quantize_weight"]
+__all__ = [
+    "Both",
+    "CodedRows",
+    "CodedWeight",
+    "Quantized",
+    "quantize",
+    "quantize_squares",
+    "quantize_weight",
+    "quantize_weight_along",
+]
 
 TILE_COLUMNS = 128
 
@@ -54,6 +63,12 @@ class CodedWeight(NamedTuple):
     scales: Tensor
     scales_transposed: Tensor
 
+    @property
+    def square(self) -> bool:
+        """Whether block x block values share a scale; else `block` values along the contraction do, in each orientation by
+        itself, and scales are [L, A, B / block], scales_transposed [L, B, A / block]."""
+        return self.scales.shape[1] < self.codes.shape[1]
+
 
 class CodedRows(NamedTuple):
     """Rows for products of codes: codes float8_e4m3fn [rows, C]; scales E8M0 as bytes [C / block, rows in expert order], so
@@ -78,6 +93,21 @@ def quantize_squares(x_MC: Tensor, block: int) -> Quantized:
     found = _empty(x_MC, columns, (rows // block, columns // block), (block, block))
     _launch(x_MC, block, found, found, ROWS=False, COLUMNS=False, SQUARES=True)
     return found
+
+
+def quantize_weight_along(w_LAB: Tensor, block: int) -> CodedWeight:
+    """Codes of a stack of weights quantised along the contraction of each orientation; A and B are multiples of `block`."""
+    count, rows, columns = w_LAB.shape
+    found = quantize(w_LAB.reshape(-1, columns), block)  # no block straddles two weights of the stack
+    codes, scales = (part.view(torch.uint8) for part in found.rows[:2])
+    back_codes, back_scales = (part.view(torch.uint8).view(count, -1, columns) for part in found.columns[:2])
+    as_floats = torch.float8_e4m3fn
+    return CodedWeight(
+        codes.view(as_floats).view(w_LAB.shape),
+        back_codes.transpose(1, 2).contiguous().view(as_floats),
+        scales.view(count, rows, -1),
+        back_scales.transpose(1, 2).contiguous(),
+    )
 
 
 def quantize_weight(w_LAB: Tensor, block: int) -> CodedWeight:

@@ -114,10 +114,16 @@ def coded_config(gpu: Gpu) -> StagedConfig:
     return replace(CODED_CONFIG, bulk_copies=gpu.arch >= 90)
 
 
-def coded_rows(rows: Tensor) -> CodedRows:
-    """Rows in expert order, bf16, each quantised by itself."""
-    found = quantize(rows, kernels.CODED_C.value, along_columns=False).rows
+def coded_rows(rows: Tensor, block: int) -> CodedRows:
+    """Rows in expert order, bf16, each quantised by itself, `block` values at a time."""
+    found = quantize(rows, block, along_columns=False).rows
     return CodedRows(found.codes, found.scales.view(torch.uint8).t().contiguous())
+
+
+def scales_of(rows: CodedRows, others: CodedRows, *weight_scales: Tensor) -> tuple[object, ...]:
+    """What `multiply_coded` of the kernels reads beside codes: scales of rows, and of the second operand's where there are two,
+    rows in the buffer, groups along the contraction, scales of weights."""
+    return rows.scales, others.scales, rows.scales.shape[1], rows.scales.shape[0], *weight_scales
 
 
 def options(config: StagedConfig) -> dict[str, object]:
@@ -151,9 +157,9 @@ def gate_up(
     config: StagedConfig,
 ) -> None:
     """h_rows = silu(x gate^T) * (x up^T) of every row; `kept` [2, P, I] receives both pre-activations."""
-    scales = None
+    scales, squares = None, True
     if isinstance(x_rows, CodedRows) and isinstance(gate_LIH, CodedWeight) and isinstance(up_LIH, CodedWeight):
-        scales = x_rows.scales, x_rows.scales.shape[1], gate_LIH.scales, up_LIH.scales
+        scales, squares = scales_of(x_rows, x_rows, gate_LIH.scales, up_LIH.scales), gate_LIH.square
         x_rows, gate_LIH, up_LIH, config = x_rows.codes, gate_LIH.codes, up_LIH.codes, coded_config(gpu)
     assert isinstance(x_rows, Tensor) and isinstance(gate_LIH, Tensor) and isinstance(up_LIH, Tensor)
     _, width, hidden = gate_LIH.shape
@@ -163,7 +169,7 @@ def gate_up(
         plan.forward_tasks, plan.sizes, ceil_div(width, TILE_N // 2),
         operand(config, x_rows, TILE_M, c), operand(config, gate_LIH, n // 2, c), operand(config, up_LIH, n // 2, c),
         scales, h_rows, gate_rows, up_rows, width, ceil_div(hidden, c),
-        KEEP=kept is not None, CLAMP=clamp, **options(config),
+        KEEP=kept is not None, CLAMP=clamp, SQUARES=squares, **options(config),
     )  # fmt: skip
 
 
@@ -176,9 +182,9 @@ def down(
     config: StagedConfig,
 ) -> None:
     """y_rows = h down^T."""
-    scales = None
+    scales, squares = None, True
     if isinstance(h_rows, CodedRows) and isinstance(down_LHI, CodedWeight):
-        scales = h_rows.scales, h_rows.scales.shape[1], down_LHI.scales
+        scales, squares = scales_of(h_rows, h_rows, down_LHI.scales), down_LHI.square
         h_rows, down_LHI, config = h_rows.codes, down_LHI.codes, coded_config(gpu)
     assert isinstance(h_rows, Tensor) and isinstance(down_LHI, Tensor)
     _, hidden, width = down_LHI.shape
@@ -186,7 +192,7 @@ def down(
     kernels.run_down[(gpu.num_sms,)](
         plan.forward_tasks, plan.sizes, ceil_div(width, TILE_N // 2), ceil_div(hidden, TILE_N),
         operand(config, h_rows, TILE_M, c), operand(config, down_LHI, n, c), scales, y_rows, hidden, ceil_div(width, c),
-        **options(config),
+        SQUARES=squares, **options(config),
     )  # fmt: skip
 
 
@@ -223,9 +229,9 @@ def dh(
 ) -> None:
     """From dy_rows and the pre-activations: wh_rows = weight * h, the partial sums of dH * h, and, in place of the
     pre-activations, their gradients. weights_N: fp32, the factor of each route."""
-    scales = None
+    scales, squares = None, True
     if isinstance(dy_rows, CodedRows) and isinstance(down_LHI, CodedWeight):
-        scales = dy_rows.scales, dy_rows.scales.shape[1], down_LHI.scales
+        scales, squares = scales_of(dy_rows, dy_rows, down_LHI.scales_transposed), down_LHI.square
         dy_rows, weight, config = dy_rows.codes, down_LHI.transposed, coded_config(gpu)
         width, hidden = weight.shape[1:]
     else:
@@ -239,7 +245,7 @@ def dh(
         plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N),
         operand(config, dy_rows, TILE_M, c), operand(config, weight, *((c, n) if scales is None else (n, c))),
         scales, gate_rows, up_rows, wh_rows, gate_rows, up_rows, partial, partial.shape[1], plan.route_of_row_P, weights_N,
-        width, ceil_div(hidden, c), CLAMP=clamp, **options(config),
+        width, ceil_div(hidden, c), CLAMP=clamp, SQUARES=squares, **options(config),
     )  # fmt: skip
 
 
@@ -256,14 +262,15 @@ def dx(
     dgate, dup = d_gate_up_2PI
     if isinstance(gate_LIH, CodedWeight) and isinstance(up_LIH, CodedWeight):
         assert isinstance(dgate, CodedRows) and isinstance(dup, CodedRows)
-        scales = dgate.scales, dup.scales, dup.scales.shape[1], gate_LIH.scales, up_LIH.scales
+        scales = scales_of(dgate, dup, gate_LIH.scales_transposed, up_LIH.scales_transposed)
+        squares = gate_LIH.square
         dgate_rows, dup_rows, config = dgate.codes, dup.codes, coded_config(gpu)
         gate, up = gate_LIH.transposed, up_LIH.transposed
         hidden, width = gate.shape[1:]
     else:
         assert isinstance(gate_LIH, Tensor) and isinstance(up_LIH, Tensor)
         assert isinstance(dgate, Tensor) and isinstance(dup, Tensor)
-        scales = None
+        scales, squares = None, True
         dgate_rows, dup_rows, gate, up = dgate, dup, gate_LIH, up_LIH
         width, hidden = gate.shape[1:]
     n, c = config.block_n, config.block_c
@@ -272,7 +279,7 @@ def dx(
         plan.backward_tasks, plan.sizes, ceil_div(width, TILE_N), sum(weight_tasks(plan, hidden, width)),
         ceil_div(hidden, TILE_N), operand(config, dgate_rows, TILE_M, c), operand(config, dup_rows, TILE_M, c),
         operand(config, gate, *block), operand(config, up, *block), scales, dx_rows, hidden,
-        ceil_div(width, c), **options(config),
+        ceil_div(width, c), SQUARES=squares, **options(config),
     )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ INSTRUCTIONS = {
     "wgmma": r"wgmma\.mma_async",
     "wgmma_8_bit": r"wgmma\.mma_async\S*\.e4m3\.e4m3",
     "tcgen05": r"tcgen05\.mma",
+    "tcgen05_scaled": r"tcgen05\.mma\S*\.kind::mxf8f6f4\.block_scale",
     "tensor_memory_load": r"tcgen05\.ld",
     "tensor_memory_store": r"tcgen05\.st",
     "mma": r"mma\.sync",

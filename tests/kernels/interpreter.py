@@ -1,10 +1,10 @@
 """Triton's CPU interpreter made fit for these tests: right bfloat16, and a grid whose programs are alive together.
 
 Owns the patches and nothing of `mok`. As shipped (3.6 to 3.8) the interpreter computes bfloat16 on raw bit patterns, rounds
-fp32 to bfloat16 wrongly, and runs the programs of a grid one after another, so a program that waits for a later one never ends.
-`install()` cures the first two; inside `interleaved(seed)` every launch runs its programs as threads that pass one baton,
-handing it on at each atomic in a seeded random order, so that protocols can be tested for races and deadlocks.
-`tests/conftest.py` turns the interpreter on where there is no GPU.
+fp32 to bfloat16 wrongly, knows no scaled products, and runs the programs of a grid one after another, so a program that waits
+for a later one never ends. `install()` cures the first three; inside `interleaved(seed)` every launch runs its programs as
+threads that pass one baton, handing it on at each atomic in a seeded random order, so that protocols can be tested for races
+and deadlocks. `tests/conftest.py` turns the interpreter on where there is no GPU.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def install() -> None:
             return Handle(np.matmul(widen(a.data), widen(b.data)) + accumulator.data, tl.float32)
         return dot(self, a, b, accumulator, *rest)
 
+    Builder.create_dot_scaled = dot_scaled
     base._convert_float = convert_float
     Builder.create_dot = create_dot
     Builder.create_inline_asm = inline_asm
@@ -80,6 +81,18 @@ def install() -> None:
 
 
 _milliseconds = itertools.count()
+
+
+def dot_scaled(self: Any, a: Any, a_scale: Any, a_format: Any, b: Any, b_scale: Any, *rest: Any) -> Any:
+    """The product of E4M3 codes [M, K] and [K, N] with E8M0 scales [M, K / 32] and [N, K / 32], which the interpreter lacks."""
+
+    def scaled(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
+        values = base._convert_float(codes, tl.float8e4nv, tl.float16, None).view(np.float16).astype(np.float32)
+        values = np.where((codes & 0x7F) == 0x7F, np.float32(np.nan), values)
+        return values * np.repeat(np.exp2(scales.astype(np.float32) - 127), 32, axis=1)
+
+    accumulator = rest[-1]
+    return Handle(scaled(a.data, a_scale.data) @ scaled(b.data.T, b_scale.data).T + accumulator.data, tl.float32)
 
 
 def inline_asm(self: Any, text: str, constraints: str, values: list[Any], types: Any, is_pure: bool, pack: int) -> Any:
