@@ -143,7 +143,7 @@ def interpreted(device: torch.device) -> None:
 
 def test_no_row_is_stale_or_lost_in_any_interleaving(monkeypatch: pytest.MonkeyPatch) -> None:
     group, plans = make_plans(monkeypatch, [3, 1, 2], 3)
-    for seed in range(4):
+    for seed in range(2):
         assert run(group, plans, seed) == ([0, 0, 0], [0, 0, 0])
 
 
