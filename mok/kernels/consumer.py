@@ -242,6 +242,24 @@ def swiglu_backward(dh, raw_gate, raw_up, weight, CLAMP: gl.constexpr):
 
 
 @gluon.jit
+def in_parts(dh, raw_gate, raw_up, weight, CLAMP: gl.constexpr, COLUMNS: gl.constexpr):
+    """`swiglu_backward` of COLUMNS. Limits make more values of each element, so that fewer elements are taken at once."""
+    if CLAMP > 0 and COLUMNS > 8:
+        d = halves(dh, HALF_M, COLUMNS)
+        gate = halves(raw_gate, HALF_M, COLUMNS)
+        up = halves(raw_up, HALF_M, COLUMNS)
+        left = in_parts(d[0], gate[0], up[0], weight, CLAMP, COLUMNS // 2)
+        right = in_parts(d[1], gate[1], up[1], weight, CLAMP, COLUMNS // 2)
+        product = beside(left[0], right[0], HALF_M, COLUMNS)
+        h = beside(left[1], right[1], HALF_M, COLUMNS)
+        dgate = beside(left[2], right[2], HALF_M, COLUMNS)
+        dup = beside(left[3], right[3], HALF_M, COLUMNS)
+    else:
+        product, h, dgate, dup = swiglu_backward(dh, raw_gate, raw_up, weight, CLAMP)
+    return product, h, dgate, dup
+
+
+@gluon.jit
 def finish_dh(
     q,
     ring,
@@ -264,6 +282,7 @@ def finish_dh(
     """
     layout: gl.constexpr = q[0].type.layout
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    HALF_PIECE: gl.constexpr = PIECE_N // 2
     total = gl.zeros([HALF_M], gl.float32, of_rows)
     first_total = total
     for j in gl.static_range(4):
@@ -275,9 +294,9 @@ def finish_dh(
         mbarrier.arrive(ring.empty.index(ring_at.slot), count=1)
         ring_at = ring_at.next()
         dh = halves(q[j], HALF_M, PIECE_N)
-        product_0, h_0, dgate_0, dup_0 = swiglu_backward(dh[0], raw_gate[0], raw_up[0], weight, CLAMP)
+        product_0, h_0, dgate_0, dup_0 = in_parts(dh[0], raw_gate[0], raw_up[0], weight, CLAMP, HALF_PIECE)
         wait_for_slots(pieces, at, 3)  # here, so that the other half's values take no registers before
-        product_1, h_1, dgate_1, dup_1 = swiglu_backward(dh[1], raw_gate[1], raw_up[1], weight, CLAMP)
+        product_1, h_1, dgate_1, dup_1 = in_parts(dh[1], raw_gate[1], raw_up[1], weight, CLAMP, HALF_PIECE)
         if CODED:
             dgate = packed(dgate_0, dgate_1)
             dup = packed(dup_0, dup_1)
