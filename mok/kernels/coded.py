@@ -244,7 +244,8 @@ def magnitude_of(values):
 def place_codes(codes, scales, pieces, at):
     """Write a piece of codes [HALF_M, BLOCK] and the scales of its rows into the next slot, which is free."""
     pieces.data.index(at.slot)._reinterpret(gl.float8e4nv, [HALF_M, BLOCK], CODES).store(codes)
-    pieces.scales.index(at.slot)._reinterpret(gl.uint8, [HALF_M], SCALES_OF_ROWS).store(scales.to(gl.uint8))
+    room = pieces.scales.index(at.slot)._reinterpret(gl.uint8, [BLOCK], SCALES_OF_ROWS)
+    room.slice(0, HALF_M, dim=0).store(scales.to(gl.uint8))
     return at.next()
 
 
@@ -292,6 +293,6 @@ def send_codes(codes, scales, row, column, pieces, at):
     """Start the stores of the next piece's codes and scales; column: of the codes, a multiple of BLOCK."""
     mbarrier.wait(pieces.full.index(at.slot), at.phase)
     tma_store(codes, [row, column], pieces.data.index(at.slot)._reinterpret(gl.float8e4nv, [HALF_M, BLOCK], CODES))
-    scales_of_rows = pieces.scales.index(at.slot)._reinterpret(gl.uint8, [1, HALF_M], SCALES)
-    tma_store(scales, [column // BLOCK, row], scales_of_rows)
+    scales_of_rows = pieces.scales.index(at.slot)._reinterpret(gl.uint8, [BLOCK // HALF_M, 1, HALF_M], SCALES)
+    tma_store(scales, [column // BLOCK, row], scales_of_rows.index(0))
     return at.next()
