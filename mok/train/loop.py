@@ -94,7 +94,7 @@ class Run:
         self._graph: StepGraph | None = None
         # Nothing draws from the global generator (a trace would show it); what a user adds shall at least repeat.
         torch.manual_seed(recipe.seed)
-        self._stop = ""
+        self._asked = ""  # why this rank wants to stop; a signal handler may set it at any moment
         self._tensorboard = self._open_tensorboard()
 
     def train(self, max_minutes: float = 0.0) -> dict[str, Any]:
@@ -103,25 +103,26 @@ class Run:
         began = time.monotonic()
         metrics: dict[str, Any] = {"step": state.step}
         self._say_what_is_trained()
+        stop = ""
         with self._signals(), self._notices(), old_objects_stay(), self._progress() as advance:
             self._clock, self._logged_at = time.perf_counter(), state.step
-            while state.step < recipe.train.steps and not self._stop:
+            while state.step < recipe.train.steps and not stop:
                 started = time.perf_counter()
                 report = self._step()
                 seconds = time.perf_counter() - started
                 metrics = self._after_step(report, seconds)
                 advance(state.step)
-                self._stop = self._agreed_stop()
-                if max_minutes and not self._stop and time.monotonic() - began > 60.0 * max_minutes:
-                    self._stop = "time"
-                if self._due(recipe.checkpoint.every) or self._stop:
+                if max_minutes and not self._asked and time.monotonic() - began > 60.0 * max_minutes:
+                    self._asked = "time"
+                stop = self._agreed_stop()
+                if self._due(recipe.checkpoint.every) or stop:
                     metrics["state_sha256"] = self._save(metrics)
                 self._write(metrics)
-        if self._stop in ("SIGINT", "SIGTERM"):
+        if stop in ("SIGINT", "SIGTERM"):
             raise Interrupted(
-                f"stopped by {self._stop} after step {state.step}, which is saved; go on with\n  {self._resume_command()}"
+                f"stopped by {stop} after step {state.step}, which is saved; go on with\n  {self._resume_command()}"
             )
-        self._say_the_end(metrics)
+        self._say_the_end(out_of_time=stop == "time" and state.step < recipe.train.steps)
         return metrics
 
     def say(self, text: str) -> None:
@@ -300,9 +301,9 @@ class Run:
         if group.transport is not None and group.transport_reason:
             self.say(f"moe.transport = {recipe.moe.transport} takes {group.transport.name}: {group.transport_reason}")
 
-    def _say_the_end(self, metrics: dict[str, Any]) -> None:
+    def _say_the_end(self, *, out_of_time: bool) -> None:
         recipe, folder = self.recipe, self.folder.path
-        if self._stop == "time":
+        if out_of_time:
             self.say(f"time is up at step {self.state.step} of {recipe.train.steps}, which is saved; go on with")
             self.say(f"  {self._resume_command()}")
             return
@@ -415,7 +416,7 @@ class Run:
                 arrived.append(time.monotonic())
                 if arrived[-1] - arrived[0] > SAME_CTRL_C_S:
                     raise KeyboardInterrupt
-            self._stop = signal.Signals(number).name
+            self._asked = signal.Signals(number).name
 
         before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -426,7 +427,7 @@ class Run:
 
     def _agreed_stop(self) -> str:
         """The first rank's reason to stop, so that all ranks stop after the same step."""
-        return next((reason for reason in self.ranks.gather(self._stop) if reason), "")
+        return next((reason for reason in self.ranks.gather(self._asked) if reason), "")
 
     def _mfu(self, tokens_per_s: float) -> float | None:
         """Share of the dense matmul rate of all GPUs; None on a CPU and on a GPU whose rate is not known."""

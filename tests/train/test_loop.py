@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +80,33 @@ def test_one_ctrl_c_may_arrive_twice_and_a_second_one_stops_at_once(tmp_path: Pa
     with pytest.raises(KeyboardInterrupt):
         run.train()
     assert checkpoint.latest(tmp_path / "run/checkpoints").step == 2
+
+
+def test_ranks_stop_together_and_forget_no_wish(tmp_path: Path) -> None:
+    """A rank whose time is up goes on until all agree, and a signal in the middle of an agreement counts in the next."""
+    run, lines = make_run(tmp_path, steps=1000)
+    wishes: list[str] = []
+
+    def agreed(value: Any) -> list[Any]:
+        if isinstance(value, str):
+            wishes.append(value)
+            return ["time" if len(wishes) == 3 else ""]
+        return [value]
+
+    run.ranks.gather = agreed  # type: ignore[method-assign]
+    run.train(max_minutes=1e-9)
+    assert wishes == ["time"] * 3 and "time is up at step 3 of 1000" in lines.getvalue()
+
+    run, _ = make_run(tmp_path, out="second", steps=1000)
+
+    def interrupted(value: Any) -> list[Any]:
+        if value == "":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return [value]
+
+    run.ranks.gather = interrupted  # type: ignore[method-assign]
+    with pytest.raises(Interrupted, match="after step 2, which is saved"):
+        run.train()
 
 
 def test_a_finished_run_says_so(tmp_path: Path) -> None:
