@@ -27,6 +27,9 @@ __all__ = [
     "TrainConfig",
 ]
 
+MOST_BPE_IDS = 1 << 20
+"""Ids of the largest tokenizer that can be asked for: the library takes memory for all of them at once."""
+
 
 def key(
     default: Any,
@@ -157,7 +160,7 @@ class TrainConfig:
         choices=("fp32", "bf16", *FORMATS),
     )
     recompute: str = key("none", "blocks computed again in the backward", choices=("none", "blocks"))
-    threads: int = key(0, "CPU threads; 0 leaves torch's default. No choice changes a bit", low=0)
+    threads: int = key(0, "CPU threads; 0 leaves torch's default. No choice changes a bit", low=0, high=1024)
     freeze: tuple[str, ...] = key((), "tensor names (shell patterns) that are not trained")
     cuda_graph: bool = key(
         True, "on one GPU with experts by mega or staged: record the second step and replay it from then on; changes no bit"
@@ -231,7 +234,7 @@ class DistributedConfig:
     slices_per_call: int = key(
         0, "slices of a lane that a rank takes at once; 0 for all on a CPU, the fewest on a GPU. No choice changes a bit", low=0
     )
-    timeout_s: float = key(600.0, "seconds a rank waits for the others", above=0.0)
+    timeout_s: float = key(600.0, "seconds a rank waits for the others", above=0.0, high=31536000.0)
 
 
 @dataclass(frozen=True)
@@ -345,11 +348,11 @@ class Recipe:
                     )
                 )
         kind, _, size = self.data.tokenizer.partition(":")
-        if kind == "bpe" and not (size.isascii() and size.isdigit() and int(size) >= 257):
+        if kind == "bpe" and not (size.isascii() and size.isdigit() and len(size) <= 7 and 257 <= int(size) <= MOST_BPE_IDS):
             found.append(
                 (
                     "data.tokenizer",
-                    f'"{self.data.tokenizer}" has no size of at least 257: 256 bytes and the end of a document',
+                    f'"{self.data.tokenizer}" has no size from 257 (256 bytes and the end of a document) to {MOST_BPE_IDS}',
                     "write for example bpe:512",
                 )
             )
@@ -361,6 +364,28 @@ class Recipe:
                     "data.tokenizer",
                     "a tokenizer trained on the data has other ids than the weights of model.init",
                     f"use {model.init.removeprefix('hf:')}/tokenizer.json",
+                )
+            )
+        found += [
+            (f"data.{name}", "is empty", f"write {meant}")
+            for name, meant in (("path", "a file, a folder or stdlib"), ("tokenizer", "bytes, bpe:SIZE or a tokenizer.json"))
+            if not getattr(self.data, name)
+        ]
+        if model.max_positions and model.max_positions < self.train.sequence_length:
+            found.append(
+                (
+                    "model.max_positions",
+                    f"{model.max_positions} is less than train.sequence_length = {self.train.sequence_length}",
+                    "raise it, or use 0 for the sequence length",
+                )
+            )
+        rotated = int(model.head_dim * model.rotary_fraction)
+        if rotated < 2 or rotated % 2:
+            found.append(
+                (
+                    "model.rotary_fraction",
+                    f"{model.rotary_fraction} rotates {rotated} of model.head_dim = {model.head_dim}, which come in pairs",
+                    "use a fraction that gives an even number",
                 )
             )
         found += self._quantization_problems()

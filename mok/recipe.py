@@ -26,6 +26,9 @@ __all__ = ["Key", "Resolved", "dump_toml", "find", "keys", "load", "resolve", "s
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 """What `--set` takes for a boolean, in any case. A file has TOML's true and false only."""
 
+SMALLEST_FP32, LARGEST_FP32 = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
+"""Magnitudes that single precision, in which numbers of a recipe are used, can hold in full."""
+
 
 @dataclass(frozen=True)
 class Resolved:
@@ -234,7 +237,7 @@ def _meant(value: Any, accepted: tuple[type, ...]) -> str | None:
     if bool in accepted:
         return "true or false"
     if isinstance(value, str) and not {int, float}.isdisjoint(accepted):
-        number = re.match(r"[+-]?\d[\d_]*(\.\d+)?([eE][+-]?\d+)?", value)
+        number = re.match(r"[+-]?\d[\d_]*(\.\d+)?([eE][+-]?\d+)?", value, re.ASCII)
         if number and number[0] == value and not re.match(r"[+-]?0\d", value):
             return f"{value} without quotes"
     if str in accepted:
@@ -247,6 +250,8 @@ def _refuse_broken_text(text: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise _Refused(f"{text!r} is not valid UTF-8", "use a name that is") from None
+    if "\0" in text:
+        raise _Refused(f"{text!r} holds a zero character", "leave it out")
 
 
 def _in_range(value: Any, key: Key) -> None:
@@ -265,6 +270,8 @@ def _in_range(value: Any, key: Key) -> None:
         raise _Refused(f"{value} is not a finite number", f"write {_example(key)}")
     if isinstance(value, int) and abs(value) >= 2**63:
         raise _Refused(f"{value} does not fit in 64 bits", f"write {_example(key)}")
+    if isinstance(value, float) and value and not SMALLEST_FP32 <= abs(value) <= LARGEST_FP32:
+        raise _Refused(f"{value} is 0 or infinity in fp32", f"write {_example(key)}")
     limits = [
         ("low", lambda limit: value >= limit, "at least"),
         ("above", lambda limit: value > limit, "above"),

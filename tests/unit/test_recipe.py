@@ -145,6 +145,18 @@ def test_a_value_of_the_wrong_type_is_refused_as_it_was_written(recipe_file, key
         ("log.tensorboard=maybe", '"maybe" is a string, not a boolean; write true or false'),
         ("train.steps=", '"" is a string, not an integer'),
         ("data.path=\udcff", "is not valid UTF-8"),
+        ("data.path=a\0b", "holds a zero character"),
+        ("data.path=", "data.path=: is empty; write a file, a folder or stdlib"),
+        ("data.tokenizer=", "is empty"),
+        ("data.tokenizer=bpe:1000000000000", "has no size from 257"),
+        (f"data.tokenizer=bpe:{'9' * 5000}", "has no size from 257"),
+        ("train.threads=100000", "use a value at least 0 and at most 1024"),
+        ("distributed.timeout_s=1e30", "use a value above 0 and at most"),
+        ("moe.balance_loss=1e300", "1e+300 is 0 or infinity in fp32"),
+        ("optim.eps=1e-300", "1e-300 is 0 or infinity in fp32"),
+        ("model.max_positions=1", "1 is less than train.sequence_length"),
+        ("model.rotary_fraction=1e-9", "rotates 0 of model.head_dim"),
+        ("seed=\uff11", "is a string, not an integer; write a value like 0"),
     ],
 )
 def test_an_override_of_the_wrong_type_is_refused(override, words):
