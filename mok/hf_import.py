@@ -26,8 +26,11 @@ __all__ = ["HfWeights", "config_folder"]
 
 
 def config_folder(init: str) -> Path | None:
-    """The folder that `model.init` names, or None where weights start at random."""
-    return Path(init.removeprefix("hf:")).expanduser() if init.startswith("hf:") else None
+    """The folder that `model.init` names, or None where weights start at random. Raises UsageError for the home of nobody."""
+    try:
+        return Path(init.removeprefix("hf:")).expanduser() if init.startswith("hf:") else None
+    except RuntimeError as error:
+        raise UsageError(f'model.init = "{init}": {error}; write the path without ~') from None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from mok.config import DataConfig
 from mok.data.loader import TokenView, split_documents
 from mok.data.order import permute
 from mok.data.shards import MANIFEST, ShardWriter, TokenStore
-from mok.data.sources import Source, TextReader, find_sources, read_token_blocks
+from mok.data.sources import Source, TextReader, expanded, find_sources, read_token_blocks
 from mok.data.tokenizer import Tokenizer
 from mok.errors import DataError, UsageError
 
@@ -90,7 +90,7 @@ def _named_tokenizer(spec: str, sources: list[Source]) -> Tokenizer | int:
         return Tokenizer.of_bytes()
     if not spec.startswith("bpe:"):
         return Tokenizer.load(spec)
-    if not (spec[4:].isascii() and spec[4:].isdigit()):
+    if not (spec[4:].isascii() and spec[4:].isdigit() and len(spec) < 12):
         raise UsageError(f'data.tokenizer = "{spec}": SIZE must be a whole number; write for example bpe:512')
     if raw := [source.name for source in sources if source.kind == "tokens"]:
         raise UsageError(
@@ -101,8 +101,8 @@ def _named_tokenizer(spec: str, sources: list[Source]) -> Tokenizer | int:
 
 def _cache_folder(config: DataConfig) -> Path:
     if config.cache:
-        return Path(config.cache).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mok"
+        return expanded(config.cache, "data.cache")
+    return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "data.cache") / "mok"
 
 
 def _key(config: DataConfig, sources: list[Source], tokenizer: Tokenizer | int) -> str:
@@ -150,7 +150,7 @@ def _building_alone(folder: Path) -> Iterator[Path]:
 def _build(
     folder: Path, config: DataConfig, sources: list[Source], tokenizer: Tokenizer | int, say: Callable[[str], None]
 ) -> None:
-    alone = len(sources) == 1 and not Path(config.path).expanduser().is_dir()
+    alone = len(sources) == 1 and not expanded(config.path, "data.path").is_dir()
     if isinstance(tokenizer, int):
         sample = _sample(sources, config.invalid_utf8, alone=alone, num_bytes=(4 << 20) + 1024 * tokenizer)
         tokenizer = Tokenizer.train(sample, tokenizer)
@@ -253,7 +253,7 @@ def _notices(reader: TextReader) -> list[str]:
     notices = []
     if reader.skipped:
         shown = ", ".join(reader.skipped[:5]) + (", ..." if len(reader.skipped) > 5 else "")
-        notices.append(f"{len(reader.skipped)} binary file(s) left out: {shown}")
+        notices.append(f"{len(reader.skipped)} left out (binary, a link to a folder, or no file): {shown}")
     if reader.replaced:
         notices.append(f"{reader.replaced} invalid UTF-8 sequence(s) replaced by U+FFFD")
     return notices

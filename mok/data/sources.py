@@ -23,7 +23,7 @@ import numpy as np
 
 from mok.errors import DataError
 
-__all__ = ["Source", "TextReader", "find_sources", "read_token_blocks"]
+__all__ = ["Source", "TextReader", "expanded", "find_sources", "read_token_blocks"]
 
 PIECE_BYTES = 1 << 20
 """Text is handed on in pieces of about this size, cut after a line."""
@@ -36,7 +36,8 @@ KIND_OF_SUFFIX = {".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".parquet": "parquet"
 
 @dataclass(frozen=True)
 class Source:
-    """One file: `name` is its path below `data.path` with forward slashes, `kind` is text, jsonl, parquet or tokens."""
+    """One file: `name` is its path below `data.path` with forward slashes, `kind` is text, jsonl, parquet or tokens,
+    or none for what is no file (a link to a folder or to nothing, a pipe), which is left out with a notice."""
 
     path: Path
     name: str
@@ -44,7 +45,7 @@ class Source:
 
     def stamp(self) -> tuple[str, int, int]:
         """Name, size in bytes and modification time in ns: what tells a changed file from a known one without reading it."""
-        status = self.path.stat()
+        status = self.path.lstat() if self.kind == "none" else self.path.stat()
         return self.name, status.st_size, status.st_mtime_ns
 
 
@@ -56,24 +57,39 @@ def find_sources(path: str) -> list[Source]:
     """
     if path == "stdlib":
         return _walk(Path(sysconfig.get_paths()["stdlib"]), path, skipped=STDLIB_SKIPPED, suffix=".py")
-    root = Path(path).expanduser()
+    root = expanded(path, "data.path")
     if root.is_dir():
         return _walk(root, path, skipped={"__pycache__"})
     if not root.exists():
         raise DataError(f'data.path = "{path}": there is no such file or folder (looked from {Path.cwd()}); correct the path')
+    if not root.is_file():
+        raise DataError(f'data.path = "{path}": is a device or pipe, which cannot be read again; give a file or a folder')
     return [Source(root, root.name, _kind(root.name))]
 
 
+def expanded(path: str, key: str) -> Path:
+    """`path` with ~ as the home folder. Raises DataError, naming the recipe's `key`, where there is no such home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise DataError(f'{key} = "{path}": {error}; write the path without ~') from None
+
+
 def _walk(root: Path, path: str, *, skipped: set[str], suffix: str = "") -> list[Source]:
+    def unreadable(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror}); check its permissions") from error
+
     found = []
-    for folder, folders, files in os.walk(root):
+    for folder, folders, files in os.walk(root, onerror=unreadable):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
-        for file in files:
+        # A link to a folder may lead in a circle, and is not followed.
+        links = [name for name in folders if Path(folder, name).is_symlink()]
+        for file in [*files, *links]:
             path_of_file = Path(folder, file)
-            if not file.startswith(".") and file.endswith(suffix) and path_of_file.is_file():
+            if not file.startswith(".") and file.endswith(suffix):
                 name = path_of_file.relative_to(root).as_posix()
-                found.append(Source(root / name, name, _kind(name)))
-    if not found:
+                found.append(Source(root / name, name, _kind(name) if path_of_file.is_file() else "none"))
+    if not any(source.kind != "none" for source in found):
         kind = f"{suffix} " if suffix else ""
         raise DataError(
             f'data.path = "{path}": the folder {root} holds no {kind}files; point it at text, .jsonl, .parquet or .u16'
@@ -104,7 +120,9 @@ class TextReader:
     def documents(self, source: Source) -> Iterator[Iterable[str]]:
         """The documents of one file, each as its pieces of text in order; exhaust one before asking for the next."""
         with _readable(source):
-            if source.kind == "jsonl":
+            if source.kind == "none":
+                self.skipped.append(source.name)
+            elif source.kind == "jsonl":
                 yield from self._jsonl(source)
             elif source.kind == "parquet":
                 yield from self._parquet(source)
@@ -146,6 +164,7 @@ class TextReader:
         offset = 0
         with opened as file:
             for number, line in enumerate(file, start=1):
+                line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
                 if line.strip():
                     yield [self._json_text(self._decode(line, source, offset, number), f"{source.path}: line {number}")]
                 offset += len(line)
@@ -155,6 +174,8 @@ class TextReader:
             record = json.loads(line.rstrip())
         except json.JSONDecodeError as error:
             raise DataError(f"{where}, column {error.colno}: not JSON ({error.msg}); correct or remove the line") from None
+        except (ValueError, RecursionError) as error:  # an integer of thousands of digits, brackets thousands deep
+            raise DataError(f"{where}: cannot be read as JSON ({error}); correct or remove the line") from None
         if not isinstance(record, dict) or not isinstance(record.get("text"), str):
             raise DataError(f'{where}: no "text" field with a string; every line must look like {{"text": "..."}}')
         text = record["text"]

@@ -80,11 +80,11 @@ class Tokenizer:
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """From a `tokenizer.json`, or a folder with one; "eos_token" of a `tokenizer_config.json` beside it ends documents."""
-        file = Path(path).expanduser()
-        file = file / "tokenizer.json" if file.is_dir() else file
         try:
+            file = Path(path).expanduser()
+            file = file / "tokenizer.json" if file.is_dir() else file
             json_text = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, UnicodeDecodeError, RuntimeError) as error:  # the last where ~ is nobody's
             raise DataError(
                 f'data.tokenizer = "{path}": cannot be read ({error}); use bytes, bpe:SIZE or a tokenizer.json'
             ) from error
@@ -164,6 +164,9 @@ def _eos_token(config: Path) -> str | None:
         return None
     try:
         token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(f"{config}: cannot be read ({error}); correct it, or move it away") from error
-    return token["content"] if isinstance(token, dict) else token
+        token = token["content"] if isinstance(token, dict) else token
+        if not isinstance(token, str | None):
+            raise TypeError(f"eos_token is {token!r}, not text")
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(f"{config}: cannot be read ({error!r}); correct it, or move it away") from error
+    return token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -215,7 +216,7 @@ def test_a_binary_file_is_refused_alone_and_reported_in_a_folder(tmp_path, confi
         open_corpus(config(folder / "a.png"))
     corpus = open_corpus(config(folder))
     assert text_of(corpus) == "text<|endoftext|>"
-    assert corpus.notices == ["1 binary file(s) left out: a.png"]
+    assert corpus.notices == ["1 left out (binary, a link to a folder, or no file): a.png"]
 
 
 @pytest.mark.parametrize(
@@ -225,6 +226,8 @@ def test_a_binary_file_is_refused_alone_and_reported_in_a_folder(tmp_path, confi
         ('["text"]', r'line 2: no "text" field'),
         ('{"body": "two"}', r'line 2: no "text" field'),
         ('{"text": 2}', r'line 2: no "text" field'),
+        ('{"n": ' + "1" * 5000 + "}", r"line 2: cannot be read as JSON"),
+        ("[" * 100_000, r"line 2: cannot be read as JSON"),
         ('{"text": "\\ud800"}', r"line 2: half of a surrogate pair, \\ud800"),
     ],
 )
@@ -232,6 +235,54 @@ def test_a_broken_jsonl_line_is_named(tmp_path, config, line, message):
     (tmp_path / "a.jsonl").write_text(f'{{"text": "one"}}\n{line}\n{{"text": "three"}}\n')
     with pytest.raises(DataError, match=message):
         open_corpus(config(tmp_path / "a.jsonl"))
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path, config):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\n')
+    (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbftwo")
+    assert text_of(open_corpus(config(tmp_path))) == "one<|endoftext|>two<|endoftext|>"
+
+
+def test_links_and_pipes_in_a_folder_are_left_out_and_told(tmp_path, config):
+    folder = write_folder(tmp_path / "text", {"a.txt": b"text"})
+    (folder / "circle").symlink_to(folder)
+    (folder / "nowhere").symlink_to("missing")
+    os.mkfifo(folder / "pipe")
+    corpus = open_corpus(config(folder))
+    assert text_of(corpus) == "text<|endoftext|>"
+    assert corpus.notices == ["3 left out (binary, a link to a folder, or no file): circle, nowhere, pipe"]
+    with pytest.raises(DataError, match="device or pipe"):
+        open_corpus(config(folder / "pipe"))
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, config, monkeypatch):
+    folder = write_folder(tmp_path / "text", {"a.txt": b"text", "b/c.txt": b"more"})
+    listing = os.scandir
+
+    def refused(path):
+        if str(path).endswith("/b"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return listing(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(DataError, match=r"text/b: cannot be read \(Permission denied\)"):
+        open_corpus(config(folder))
+
+
+@pytest.mark.parametrize("key", ["path", "cache", "tokenizer"])
+def test_the_home_of_nobody_is_named(tmp_path, config, key):
+    (tmp_path / "a.txt").write_text("text")
+    given = dataclasses.replace(config(tmp_path / "a.txt"), **{key: "~nobody-here/x"})
+    with pytest.raises(DataError, match=f"data.{key} = .~nobody-here/x"):
+        open_corpus(given)
+
+
+@pytest.mark.parametrize("eos", ['{"content": 5}', '{"id": 3}', "[1]", "7"])
+def test_a_tokenizer_config_of_another_form_is_named(tmp_path, eos):
+    Tokenizer.of_bytes().save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(f'{{"eos_token": {eos}}}')
+    with pytest.raises(DataError, match=r"tokenizer_config\.json: cannot be read"):
+        Tokenizer.load(tmp_path)
 
 
 def test_a_truncated_gz_is_named(tmp_path, config):
