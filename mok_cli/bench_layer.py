@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mok.errors import CheckFailed, UsageError
-from mok_cli.output import Output, examples, json_option
+from mok_cli.output import FileToWrite, Output, examples, json_option
 
 if TYPE_CHECKING:
     from mok.bench.layer import LayerRow
@@ -43,11 +43,9 @@ SLOWER = 1.1
 @click.option("--recompute", default="none", show_default=True, metavar="NAME,...", help="Ours with none, activations, all.")
 @click.option("--calls", type=click.IntRange(min=2), default=24, show_default=True, help="Timed calls of each.")
 @click.option("--check/--no-check", default=True, show_default=True, help="Compare with float64 before timing.")
-@click.option("--device", default="auto", show_default=True, metavar="NAME", help="auto, cpu or cuda.")
-@click.option("--plot", type=click.Path(dir_okay=False, writable=True), help="Write a bar chart (needs matplotlib).")
-@click.option(
-    "--trace", type=click.Path(dir_okay=False, writable=True), help="Write a timeline of mega's tasks (Chrome trace)."
-)
+@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--plot", type=FileToWrite(), help="Write a bar chart (needs matplotlib).")
+@click.option("--trace", type=FileToWrite(), help="Write a timeline of mega's tasks (Chrome trace).")
 @click.option("--compare", type=click.Path(exists=True, dir_okay=False), help="An older --json report to compare with.")
 @json_option
 def layer(
@@ -61,8 +59,8 @@ def layer(
     calls: int,
     check: bool,
     device: str,
-    plot: str | None,
-    trace: str | None,
+    plot: Path | None,
+    trace: Path | None,
     compare: str | None,
     output: Output,
 ) -> None:
@@ -120,7 +118,7 @@ def layer(
         from mok.bench.trace import trace_layer
 
         name, (layer_shape, count) = next(iter(problems.items()))
-        Path(trace).write_text(json.dumps(trace_layer(name, layer_shape, count, routing, place)), encoding="utf-8")
+        trace.write_text(json.dumps(trace_layer(name, layer_shape, count, routing, place)), encoding="utf-8")
         output.line(f"timeline of one forward and backward of {name}: {trace}")
     if report.wrong:
         raise CheckFailed("; ".join(report.wrong))
@@ -188,7 +186,7 @@ def _rates(rate: dict[str, float | None]) -> str:
     return f"{rate['burst']:.3g}, {'-' if sustained is None else f'{sustained:.3g}'}"
 
 
-def _plot(rows: Sequence[LayerRow], path: str) -> None:
+def _plot(rows: Sequence[LayerRow], path: Path) -> None:
     """Bars of TFLOP/s by shape and direction, one colour for each contestant."""
     import matplotlib
 

@@ -78,7 +78,7 @@ def export(
 
 
 def _num_bytes(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower())
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?)\s*([kmg]i?)?b?", text.strip().lower(), re.ASCII)
     if match is None or (size := int(float(match[1]) * UNIT_BYTES[match[2] or ""])) < 1:
         raise UsageError(f"--max-shard-size {text}: not a size; write for example 5GB, 500MB or 2GiB")
     return size

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 import click
 
 from mok.errors import CheckFailed, UsageError
-from mok_cli.output import Output, examples, json_option
+from mok_cli.output import FileToWrite, FiniteFloat, Output, examples, json_option
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from mok.shapes import LayerShape
     from mok.topology.model import Topology
 
@@ -34,12 +36,12 @@ MEASURED_SHAPE = "qwen3-30b-a3b"
 @click.option("--require", type=click.Choice(("p2p", "nvlink", "nvl72")), help="Exit 3 unless the GPUs have this.")
 @click.option("--shape", metavar="NAME", help="Advise on groups for this model's MoE layer.")
 @click.option("--ep", metavar="R|auto", help="Group size to advise on; auto chooses one.")
-@click.option("--save", metavar="FILE", help="Save the picture as a snapshot.")
+@click.option("--save", type=FileToWrite(), metavar="FILE", help="Save the picture as a snapshot.")
 @click.option("--from", "source", metavar="FILE", help="Look at a snapshot instead of this machine.")
-@click.option("--wait", type=click.FloatRange(min=0), default=0.0, metavar="S", help="Wait up to S seconds for the fabric.")
+@click.option("--wait", type=FiniteFloat(min=0), default=0.0, metavar="S", help="Wait up to S seconds for the fabric.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=FiniteFloat(min=0, min_open=True),
     default=120.0,
     show_default=True,
     metavar="S",
@@ -53,7 +55,7 @@ def probe_topology(
     require: str | None,
     shape: str | None,
     ep: str | None,
-    save: str | None,
+    save: Path | None,
     source: str | None,
     wait: float,
     timeout: float,
@@ -89,7 +91,7 @@ def _layer(shape: str | None, ep: str | None) -> LayerShape | None:
 def _size(ep: str | None) -> int | str:
     if ep in (None, "auto"):
         return "auto"
-    if not ep.isdigit() or int(ep) < 1:
+    if not (ep.isascii() and ep.isdigit()) or int(ep) < 1:
         raise UsageError(f"--ep {ep}: a number of ranks or auto is expected")
     return int(ep)
 
@@ -120,7 +122,7 @@ def _report(
     shape: str | None,
     layer: LayerShape | None,
     ep: int | str,
-    save: str | None,
+    save: Path | None,
 ) -> None:
     from mok.topology.advice import advise
     from mok.topology.findings import findings

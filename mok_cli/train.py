@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mok_cli.output import Output, examples, json_option
+from mok_cli.output import FiniteFloat, Output, examples, json_option
 
 if TYPE_CHECKING:
     from mok.config import Recipe
@@ -25,9 +25,7 @@ __all__ = ["train"]
 @click.option("--allow-changes", is_flag=True, help="Resume although keys that change the training differ.")
 @click.option("--nproc", type=click.IntRange(min=1), metavar="N", help="Start N ranks on this machine.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
-@click.option(
-    "--max-minutes", type=click.FloatRange(min=0), default=0.0, metavar="M", help="Save and stop after about M minutes."
-)
+@click.option("--max-minutes", type=FiniteFloat(min=0), default=0.0, metavar="M", help="Save and stop after about M minutes.")
 @click.option("--dry-run", is_flag=True, help="Only say what the run would take; needs no GPU and no data.")
 @click.option("--world-size", type=click.IntRange(min=1), metavar="N", help="Ranks to price, with --dry-run.")
 @json_option

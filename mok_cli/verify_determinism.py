@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from mok.determinism.names import AXES, LAYER_AXES
 from mok.errors import CheckFailed, UsageError
-from mok_cli.output import Output, examples, json_option
+from mok_cli.output import FileToWrite, Output, examples, json_option
 
 if TYPE_CHECKING:
     from mok.config import Recipe
@@ -46,9 +47,9 @@ DEFAULT_STEPS = 20
 @click.option("--trace", is_flag=True, help="Record the output of every block too.")
 @click.option("--inject", metavar="FAULT", default="", help="Plant STEP:TENSOR:BIT, order or clock; it must be found.")
 @click.option("--compare", nargs=2, metavar="RUN RUN", type=click.Path(path_type=Path), help="Compare two finished runs.")
-@click.option("--baseline", type=click.Path(dir_okay=False, path_type=Path), help="Compare with this manifest, or write it.")
+@click.option("--baseline", type=FileToWrite(), metavar="FILE", help="Compare with this manifest, or write it.")
 @click.option("--force", is_flag=True, help="Compare with a manifest of another environment.")
-@click.option("--junit", type=click.Path(dir_okay=False, path_type=Path), help="Write JUnit XML too.")
+@click.option("--junit", type=FileToWrite(), metavar="FILE", help="Write JUnit XML too.")
 @click.option("--keep", type=click.Path(file_okay=False, path_type=Path), help="Keep the runs in this empty folder.")
 @json_option
 def verify_determinism(
@@ -76,10 +77,12 @@ def verify_determinism(
     from mok import recipe as recipes
 
     if compare is not None:
+        _refuse_unused("--compare", used={"compare", "junit", "output"})
         from mok.determinism.runs import compare_runs
 
         report = compare_runs(*compare)
     elif target == "layer":
+        _refuse_unused("--target layer", unused={"trace", "baseline", "force", "keep"})
         resolved = recipes.load(recipe, overrides)
         import torch
 
@@ -95,6 +98,8 @@ def verify_determinism(
             inject=inject,
         )
     else:
+        if force and baseline is None:
+            raise UsageError("--force: is about a --baseline, and none is given; leave it out")
         report = verify_training(
             recipes.load(recipe, overrides, steps=steps or DEFAULT_STEPS),
             axes or (("rerun",) if inject else AXES),
@@ -113,6 +118,19 @@ def verify_determinism(
         report.write_junit(junit)
     if report.diverged:
         raise CheckFailed(f"diverged: {', '.join(axis.axis for axis in report.diverged)}")
+
+
+def _refuse_unused(mode: str, *, used: Collection[str] | None = None, unused: Collection[str] = ()) -> None:
+    """UsageError for what was given and would make no difference in this mode."""
+    context = click.get_current_context()
+    given = [
+        parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
+        for parameter in context.command.params
+        if parameter.name and (parameter.name in unused if used is None else parameter.name not in used)
+        if context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise UsageError(f"{mode}: makes no use of {', '.join(given)}; leave that out")
 
 
 def verify_training(

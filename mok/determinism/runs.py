@@ -23,7 +23,7 @@ def compare_runs(left: Path, right: Path) -> Report:
     """Axes "trace" and "checkpoints" of a report on two run folders.
 
     The values behind a divergence come from the checkpoints of that step, if both have one. Raises UsageError for a folder
-    without any, CheckpointError for damaged ones.
+    without any and runs that have nothing in common, CheckpointError for damaged ones.
     """
     folders = (left, right)
     for folder in folders:
@@ -34,6 +34,9 @@ def compare_runs(left: Path, right: Path) -> Report:
     if differences := fingerprint_differences(*environments):
         report.notes.append(f"the environments differ: {'; '.join(differences)}")
     report.axes = [compare_traces(folders), compare_checkpoints(folders)]
+    if all(axis.status == "not run" for axis in report.axes):
+        reasons = "; ".join(axis.reason for axis in report.axes)
+        raise UsageError(f"--compare {left} {right}: there is nothing to compare: {reasons}")
     return report
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 from pathlib import Path
 
 import click
@@ -129,6 +131,61 @@ def test_a_json_file_that_cannot_be_written_is_refused_before_the_work(run, tmp_
         code, out, err = run("say", "--json", str(place), say=say)
         assert (code, out) == (2, "")
         assert "cannot be written" in err
+
+
+def test_a_full_disk_or_a_closed_stream_is_said(run, monkeypatch):
+    monkeypatch.setattr("mok_cli.output._is_writable", lambda path: True)
+    code, _, err = run("say", "--json", "/dev/full", say=say)
+    assert code == 1 and "--json /dev/full: cannot be written (No space left on device)" in err
+    for arguments in (["recipes", "list"], ["say", "--json"]):
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stdout", open("/dev/full", "w"))  # noqa: SIM115
+            code, _, err = run(*arguments, say=say)
+            with contextlib.suppress(OSError):
+                sys.stdout.close()
+        assert code == 1 and "standard output: cannot be written" in err
+    monkeypatch.setattr("sys.stdout", None)
+    assert run("recipes", "list")[0] == 0
+    code, _, err = run("say", "--json", say=say)
+    assert code == 2 and "standard output is closed" in err
+
+
+def test_work_goes_on_where_nobody_reads(run):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as stream:
+        output = Output()
+        output.stream = stream
+        console = output.console()
+        console.print("words")
+        console.print("more")
+        stream.flush()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["sample", "run", "--temperature", "nan"],
+        ["sample", "run", "--prompt", "\udcff"],
+        ["train", "toy", "--max-minutes", "inf"],
+        ["probe-topology", "--wait", "nan"],
+        ["probe-topology", "--shape", "toy", "--ep", "\u00b2"],
+        ["probe-topology", "--save", "/nowhere/file"],
+        ["bench", "layer", "--device", "tpu"],
+        ["bench", "layer", "--plot", "/nowhere/file"],
+        ["verify-determinism", "--junit", "/nowhere/file"],
+        ["verify-determinism", "--baseline", "/nowhere/file"],
+        ["verify-determinism", "--force"],
+        ["verify-determinism", "--target", "layer", "--baseline", "file"],
+        ["verify-determinism", "toy", "--compare", "a", "b"],
+        ["verify-determinism", "--compare", "a", "b", "--axis", "rerun", "--set", "seed=1"],
+        ["export", "run", "--to", "x", "--max-shard-size", "9" * 400],
+    ],
+)
+def test_what_cannot_be_meant_is_refused_before_the_work(run, arguments):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert arguments[-2].lstrip("-") in err or arguments[-1].lstrip("-") in err
 
 
 def test_a_console_for_people_writes_no_escape_codes_into_a_file(run):
