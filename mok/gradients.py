@@ -248,11 +248,12 @@ def add_gradient(weight: Tensor, terms: Tensor) -> Tensor | None:
 
 def add_product(weight: Tensor, dy_TN: Tensor, x_TK: Tensor) -> Tensor | None:
     """`add_gradient` of dy^T x, contracted over the tokens of each slice in fp32: the gradient [N, K] of a linear layer."""
+    if not weight.requires_grad:
+        return None
     sink = getattr(weight, "grad_sink", None)
     if sink is None:
         return add_gradient(weight, _matmul_fp32(dy_TN.t(), x_TK).unsqueeze(0))
-    if weight.requires_grad:
-        sink.product(dy_TN, x_TK)
+    sink.product(dy_TN, x_TK)
     return None
 
 

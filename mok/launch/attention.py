@@ -66,7 +66,7 @@ def attention_backward(
         num_warps=4,
         enable_fp_fusion=False,
     )
-    widest = max(blocks.kv + blocks.kept)
+    widest = max(blocks.kv[:2] + blocks.kept[:2])
     ds_length = triton.cdiv(length, widest) * widest
     fitting = (KEPT_BYTES if kept_bytes is None else kept_bytes) // (group * ds_length**2 * qk_BSXD.element_size())
     pairs_at_once = min(fitting, pairs)
@@ -76,18 +76,20 @@ def attention_backward(
         pairs_at_once *= dim >= 128 and group == 1 and programs >= ENOUGH_PROGRAMS
     keep = pairs_at_once > 0
     ds = qk_BSXD.new_empty(pairs_at_once * group * ds_length, ds_length) if keep else None
+
+    def operands(block_m: int, block_n: int) -> tuple[TensorDescriptor | Tensor | None, ...]:
+        matrices = ((qk_BSXD, block_m), (qk_BSXD, block_n), (heads_BSXD, block_n), (dout_BSAD, block_m))
+        rows = [TensorDescriptor.from_tensor(tensor.view(tokens, -1), [block, dim]) for tensor, block in matrices]
+        return *rows, None if ds is None else TensorDescriptor.from_tensor(ds, [block_n, block_m]), lse_BAS, sums
+
+    blocks_q = blocks.kept if keep else blocks.q
+    operands_kv, operands_q = operands(*blocks.kv[:2]), operands(*blocks_q[:2])
+    columns = {"Q_COLUMN": 0, "K_COLUMN": num_heads * dim, "V_COLUMN": (num_heads + num_kv) * dim, "DIM": dim}
     for first in range(0, pairs, pairs_at_once or pairs):
         at_once = min(pairs_at_once or pairs, pairs - first)
-
-        def operands(block_m: int, block_n: int) -> tuple[TensorDescriptor | Tensor | None, ...]:
-            matrices = ((qk_BSXD, block_m), (qk_BSXD, block_n), (heads_BSXD, block_n), (dout_BSAD, block_m))
-            rows = [TensorDescriptor.from_tensor(tensor.view(tokens, -1), [block, dim]) for tensor, block in matrices]
-            return *rows, None if ds is None else TensorDescriptor.from_tensor(ds, [block_n, block_m]), lse_BAS, sums
-
-        columns = {"Q_COLUMN": 0, "K_COLUMN": num_heads * dim, "V_COLUMN": (num_heads + num_kv) * dim, "DIM": dim}
         block_m, block_n, warps, stages = blocks.kv
         kernels.attention_backward_kv[(triton.cdiv(length, block_n) * at_once,)](
-            *operands(block_m, block_n),
+            *operands_kv,
             dqk_BSXD,
             dheads_BSXD,
             dqk_BSXD.stride(1),
@@ -108,9 +110,9 @@ def attention_backward(
             num_stages=stages,
             enable_fp_fusion=False,
         )
-        block_m, block_n, warps, stages = blocks.kept if keep else blocks.q
+        block_m, block_n, warps, stages = blocks_q
         kernels.attention_backward_q[(triton.cdiv(length, block_m) * at_once * group,)](
-            *operands(block_m, block_n),
+            *operands_q,
             dqk_BSXD,
             dqk_BSXD.stride(1),
             first * group,

@@ -62,7 +62,7 @@ def head_loss_and_gradient(
         losses_T = cross_entropy(dlogits_TV, vocab_size, targets_T, IGNORED, scale)
     else:
         losses_T, dlogits_TV = _losses_and_gradient(hidden_TH, w_VH, vocab_size, targets_T, scale)
-    dw_VH = add_product(w_VH, dlogits_TV, hidden_TH) if w_VH.requires_grad else None
+    dw_VH = add_product(w_VH, dlogits_TV, hidden_TH)
     return losses_T, matmul_rows(dlogits_TV, w_VH), dw_VH
 
 
