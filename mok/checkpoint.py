@@ -5,7 +5,8 @@ errors a user reads when something is wrong. The tensors of a checkpoint have th
 any layout can read what another wrote. Read next: `mok/dcp.py`, through which the ranks of a launch save and load together.
 
     checkpoints/step_000100/    safetensors files (no pickle anywhere), one per rank that wrote, and
-                 manifest.json  step, state_sha256, one SHA-256, dtype and shape per tensor, the resolved recipe, counters
+                 manifest.json  step, state_sha256, one SHA-256, dtype and shape per tensor, the resolved recipe, counters,
+                                and a SHA-256 of all that
     checkpoints/latest          the name of the newest complete folder
 """
 
@@ -20,7 +21,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,7 @@ __all__ = [
     "Checkpoint",
     "Collective",
     "Unfinished",
+    "complete",
     "latest",
     "on_host",
     "open_checkpoint",
@@ -43,16 +45,21 @@ __all__ = [
     "read_tensors",
     "shared_checksums",
     "state_sha256",
+    "step_of",
     "tensor_checksums",
     "tensor_sha256",
 ]
 
-FORMAT = 1
-"""Version of the folder's content. It rises when an older reader would misunderstand a newer checkpoint."""
+FORMAT = 2
+"""Version of the folder's content that is written. From 2 on the manifest has a SHA-256 of itself."""
+
+READABLE = (1, FORMAT)
 
 MANIFEST = "manifest.json"
 STORED = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 _NAME = re.compile(r"step_\d{6,}")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,15 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        return int(self.manifest["step"])
+        return self.fact("step", int)
+
+    def fact(self, name: str, kind: type[T]) -> T:
+        """What the run noted under `name` beside the tensors. Raises CheckpointError where it is missing or no `kind`."""
+        value = self.manifest.get(name)
+        if not isinstance(value, kind):
+            what = "is missing" if value is None else f"is {type(value).__name__}, not {kind.__name__}"
+            raise CheckpointError(f"{self.path / MANIFEST}: {name!r} {what}; use another checkpoint of the run")
+        return value
 
     @property
     def entries(self) -> dict[str, TensorEntry]:
@@ -175,6 +190,7 @@ class Unfinished:
         }
         digest = state_sha256({entry.name: sha256 for entry, sha256 in checksums.items()})
         manifest = {"format": FORMAT, "step": self.step, "state_sha256": digest, **facts, "tensors": stored}
+        manifest["manifest_sha256"] = _manifest_sha256(manifest)
         for file in self.beside.iterdir():
             _sync(file)
         _write_synced(self.beside / MANIFEST, json.dumps(manifest, indent=1) + "\n")
@@ -216,8 +232,8 @@ def latest(folder: Path) -> Checkpoint | None:
     A kill between the renaming and the moving of the pointer leaves a complete checkpoint that `latest` does not name yet; it
     is taken all the same.
     """
-    complete = _complete(folder)
-    return open_checkpoint(folder / complete[-1]) if complete else None
+    names = complete(folder)
+    return open_checkpoint(folder / names[-1]) if names else None
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -226,21 +242,41 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not file.is_file():
         raise CheckpointError(f"{path}: no checkpoint here ({MANIFEST} is missing); give a run folder or a checkpoint in one")
     try:
-        manifest = json.loads(file.read_text())
+        manifest = json.loads(file.read_text(encoding="utf-8"))
         version = manifest["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file}: damaged ({error}); use another checkpoint of the run") from error
-    if version != FORMAT:
-        raise CheckpointError(f"{file}: format {version}, this version of mok reads {FORMAT}; use the version that wrote it")
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror}); check its permissions") from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _damaged(file, error) from error
+    if version not in READABLE:
+        raise CheckpointError(
+            f"{file}: format {version}, this version of mok reads up to {FORMAT}; use the version that wrote it"
+        )
     try:
-        int(manifest["step"])
+        if (version > 1 or "manifest_sha256" in manifest) and _manifest_sha256(manifest) != manifest["manifest_sha256"]:
+            raise ValueError("its own checksum differs")
+        step = manifest["step"]
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step is {step!r}")
         for entry in manifest["tensors"].values():
             sizes = [n for n in entry["shape"] if type(n) is int and 0 <= n < 1 << 63]
             if entry["dtype"] not in STORED or not isinstance(entry["sha256"], str) or sizes != entry["shape"]:
                 raise ValueError(f"{entry} describes no tensor")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file}: damaged ({error!r}); use another checkpoint of the run") from error
+        raise _damaged(file, error) from error
+    if _NAME.fullmatch(path.name) and step_of(path.name) != step:
+        raise CheckpointError(f"{path}: holds step {step} under another step's name; rename or remove this folder")
     return Checkpoint(path, manifest)
+
+
+def _damaged(file: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{file}: damaged ({error!r}); use another checkpoint of the run")
+
+
+def _manifest_sha256(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 over all of a manifest but this, as JSON without white space, keys in order."""
+    rest = {key: value for key, value in manifest.items() if key != "manifest_sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_tensors(checkpoint: Checkpoint, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
@@ -283,16 +319,21 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     return next(read_tensors(checkpoint, [name]))[1]
 
 
-def _complete(folder: Path) -> list[str]:
-    """Names of the complete checkpoints, oldest first."""
+def step_of(name: str) -> int:
+    """The step in the name of a checkpoint's folder."""
+    return int(name.removeprefix("step_"))
+
+
+def complete(folder: Path) -> list[str]:
+    """Names of the complete checkpoints under `folder`, oldest first. Their content is not looked at."""
     if not folder.is_dir():
         return []
     names = [entry.name for entry in folder.iterdir() if _NAME.fullmatch(entry.name) and (entry / MANIFEST).is_file()]
-    return sorted(names, key=lambda name: int(name.removeprefix("step_")))
+    return sorted(names, key=step_of)
 
 
 def _prune(folder: Path, keep_last: int, newest: str) -> None:
-    older = [name for name in _complete(folder) if name != newest]
+    older = [name for name in complete(folder) if name != newest]
     for name in older[: len(older) - keep_last + 1] if keep_last else []:
         # Renamed first: a kill in the middle of the removal must not leave a folder that looks complete.
         doomed = folder / f".unfinished-{name}"

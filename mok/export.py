@@ -267,7 +267,7 @@ def _write_record(
         "format": 1,
         "run": run.folder.resolve().name,
         "step": run.checkpoint.step,
-        "state_sha256": run.checkpoint.manifest["state_sha256"],
+        "state_sha256": run.checkpoint.fact("state_sha256", str),
         "architecture": family.name,
         "dtype": dtype,
         "kept_fp32": list(KEPT_FP32),

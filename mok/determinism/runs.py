@@ -109,7 +109,8 @@ def compare_checkpoints(folders: tuple[Path, Path]) -> AxisResult:
 
 
 def checkpoints_of(folder: Path) -> dict[int, checkpoint.Checkpoint]:
-    found = (checkpoint.open_checkpoint(path) for path in sorted((folder / "checkpoints").glob("step_*")))
+    saved = folder / "checkpoints"
+    found = (checkpoint.open_checkpoint(saved / name) for name in checkpoint.complete(saved))
     return {saved.step: saved for saved in found}
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mok.errors import RankError
+from mok.errors import RankError, UsageError
 from mok.shapes import LayerShape
 from mok.topology.advice import advise
 from mok.topology.fabric import judge
@@ -36,6 +36,8 @@ __all__ = [
     "free_port",
     "gather",
     "in_launch",
+    "launched_ranks",
+    "local_rank",
     "merge",
     "own_report",
     "probe_alone",
@@ -71,17 +73,40 @@ class Report:
     no_exchange_reason: str = ""
 
 
+def launched_ranks() -> tuple[int, int] | None:
+    """(rank, world size) if a launcher such as torchrun started this process, else None. Raises UsageError for values that no
+    launcher sets; empty ones count as absent."""
+    rank, world_size = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    if not rank or not world_size:
+        return None
+    if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
+        raise UsageError(
+            f"RANK={rank} WORLD_SIZE={world_size} in the environment: not a rank and how many there are; a launcher sets both, "
+            "so without one unset them"
+        )
+    return int(rank), int(world_size)
+
+
+def local_rank() -> int:
+    """This process's number among those of its launch on this machine."""
+    found = os.environ.get("LOCAL_RANK") or "0"
+    if not found.isdecimal():
+        raise UsageError(f"LOCAL_RANK={found} in the environment: not a number; a launcher sets it, so without one unset it")
+    return int(found)
+
+
 def in_launch() -> bool:
-    """This process is one rank of a launch by torchrun or the like."""
-    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(os.environ)
+    """This process is one rank of a launch by torchrun or the like, whose ranks can meet."""
+    return launched_ranks() is not None and all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
 
 
 def own_report(shape: LayerShape | None = None) -> Report:
     """This rank's host; with a `shape`, the first rank of each host measures all GPUs that it sees."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    here = local_rank()
+    rank, _ = launched_ranks() or (0, 1)
     host = probe_host()
-    measured = measure_host(host, shape) if shape is not None and local_rank == 0 and _visible(host) else None
-    return Report(int(os.environ.get("RANK", "0")), local_rank, host, measured)
+    measured = measure_host(host, shape) if shape is not None and here == 0 and _visible(host) else None
+    return Report(rank, here, host, measured)
 
 
 def measure_host(host: Host, shape: LayerShape) -> Measurement:
@@ -129,7 +154,7 @@ def connect(limit_s: float):  # type: ignore[no-untyped-def]
             timeout=datetime.timedelta(seconds=limit_s),
             wait_for_workers=False,
         )
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RankError(
             f"rank {os.environ['RANK']}: no store at {address} within {limit_s:g} s ({error}); is rank 0 up?"

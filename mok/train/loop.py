@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,14 +34,14 @@ from mok.data.loader import Loader
 from mok.determinism.fingerprint import fingerprint
 from mok.determinism.observe import StepObserver
 from mok.determinism.trace import Recorder
-from mok.errors import CheckpointError, Interrupted, NonFiniteError, UsageError
+from mok.errors import CheckpointError, Interrupted, NonFiniteError, RunError, UsageError
 from mok.hf_import import HfWeights, config_folder
 from mok.model.transformer import DTYPES
 from mok.train.batches import Batches
 from mok.train.device import prepare_device
 from mok.train.memory import keep_freed_memory, old_objects_stay
 from mok.train.ranks import Ranks
-from mok.train.run_folder import Start, finite
+from mok.train.run_folder import Start, finite, refuse_odd_file
 from mok.train.sampling import printable, sample_text
 from mok.train.state import TrainState
 from mok.train.step import Observer, StepGraph, StepReport, can_record, evaluate, train_step
@@ -76,6 +77,8 @@ class Run:
         keep_freed_memory()
         prepare_device(device)
         self._unlogged: list[str] | None = []
+        if self.first_rank:
+            weakref.finalize(self, os.close, self.folder.claim())  # the folder is ours as long as this object lives
         if start.resumed is None:
             self._open_folder(start)
         recipe, grid = self.recipe, start.grid
@@ -226,7 +229,7 @@ class Run:
         if self.first_rank:
             self.corpus.tokenizer.save(self.folder.path)
         self.say(f"saved {saved.path}")
-        return str(saved.manifest["state_sha256"])
+        return saved.fact("state_sha256", str)
 
     def _write(self, metrics: dict[str, Any]) -> None:
         if self.first_rank:
@@ -247,18 +250,16 @@ class Run:
     # ---- the start and the end ----------------------------------------------------------------------------------------
 
     def _resume(self, start: Start, saved: checkpoint.Checkpoint) -> None:
-        stored = saved.manifest
-        same_data = stored["corpus_sha256"] == self.corpus.fingerprint
-        if stored["tokenizer_sha256"] != self.corpus.tokenizer.sha256:
+        expected = saved.fact("state_sha256", str)
+        same_data = saved.fact("corpus_sha256", str) == self.corpus.fingerprint
+        if saved.fact("tokenizer_sha256", str) != self.corpus.tokenizer.sha256:
             raise CheckpointError(f"{saved.path}: was made with another tokenizer; name that one in data.tokenizer")
         self.state.load(saved)
         digest = self.state.state_sha256()
-        if digest != stored["state_sha256"]:
-            raise CheckpointError(
-                f"{saved.path}: state_sha256 is {digest[:16]} after loading, {stored['state_sha256'][:16]} in it"
-            )
+        if digest != expected:
+            raise CheckpointError(f"{saved.path}: state_sha256 is {digest[:16]} after loading, {expected[:16]} in it")
         self.say(
-            f"resumed {saved.path}: step {saved.step}, {len(stored['tensors'])} tensors, state_sha256 {digest[:16]} as saved, "
+            f"resumed {saved.path}: step {saved.step}, {len(saved.entries)} tensors, state_sha256 {digest[:16]} as saved, "
             f"data from sample {self.state.samples}"
         )
         if not same_data:
@@ -352,7 +353,8 @@ class Run:
         """Make or take over the run folder, and write to its train.log what was said so far and will be said."""
         if not self.first_rank:
             return
-        self.folder.prepare(start, self._environment())
+        for notice in self.folder.prepare(start, self._environment()):
+            self.say(f"note: {notice}")
         handler = logging.FileHandler(self.folder.log, encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         package = logging.getLogger("mok")
@@ -371,9 +373,13 @@ class Run:
         if self.recipe.log.trace == "none":
             return None
         rank = self.ranks.layout.rank
-        path = self.folder.path / "trace" / f"rank_{rank:05d}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 may not have come to the folder yet
-        sink = path.open("a", encoding="utf-8")
+        path = self.folder.trace(rank)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)  # rank 0 may not have come to the folder yet
+            refuse_odd_file(path)
+            sink = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise RunError(f"{path}: cannot be written ({error.strerror}); move away what is in its place") from error
         recorder = Recorder(sink, rank=rank, activations=self.recipe.log.trace == "activations")
         return StepObserver(recorder, self.state.model)
 

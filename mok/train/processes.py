@@ -29,6 +29,7 @@ from mok.errors import Interrupted, MokError, RankError
 from mok.gradients import Exchange
 from mok.grid import Layout
 from mok.model.transformer import Group
+from mok.topology.ranks import launched_ranks, local_rank
 from mok.train.device import choose_device
 from mok.train.ranks import OneRank, Ranks
 from mok.train.reduction import OrderedReduction
@@ -42,13 +43,6 @@ __all__ = ["LaunchedRanks", "assemble", "join", "launch", "launched_ranks", "met
 
 
 T = TypeVar("T")
-
-
-def launched_ranks() -> tuple[int, int] | None:
-    """(rank, world size) if a launcher such as torchrun started this process, else None."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return None
 
 
 class LaunchedRanks:
@@ -187,7 +181,7 @@ def met(start: Start, replicas: int, ep: int, device_name: str) -> Iterator[tupl
     device = choose_device(device_name)
     if device.type == "cuda":
         prepare_cuda()
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        device = torch.device("cuda", local_rank())
     layout = Layout(start.grid, replicas, ep, rank)
     if layout.world_size == 1:
         yield start, OneRank(layout), device

@@ -7,22 +7,24 @@ trained. Read next: `mok/train/loop.py`.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mok import checkpoint
 from mok.config import Recipe
-from mok.errors import RunError, UsageError
+from mok.errors import CheckpointError, RunError, UsageError
 from mok.grid import Grid
 from mok.recipe import dump_toml, keys
 
-__all__ = ["Change", "RunFolder", "Start", "changed_keys", "find_checkpoint", "finite", "plan_start"]
+__all__ = ["Change", "RunFolder", "Start", "changed_keys", "find_checkpoint", "finite", "plan_start", "refuse_odd_file"]
 
 HARMLESS = (
     "log.",
@@ -69,6 +71,9 @@ STRUCTURE = (
 )
 """Keys that decide which tensors there are, or what they mean."""
 
+FIXED_BY_LAUNCH = ("lanes", "slices", "segment", "slice_sequences")
+"""Keys of `distributed` that a run's first launch fills in where the recipe leaves them open (0)."""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -112,6 +117,15 @@ def find_checkpoint(path: Path) -> checkpoint.Checkpoint:
     return checkpoint.open_checkpoint(path)
 
 
+def _run_of(saved: checkpoint.Checkpoint) -> Path | None:
+    """The run folder that a checkpoint lies in, relative where it is below the working directory; None if it lies elsewhere."""
+    place = saved.path.resolve().parent
+    if place.name != "checkpoints":
+        return None
+    here = Path.cwd()
+    return place.parent.relative_to(here) if place.is_relative_to(here) and place.parent != here else place.parent
+
+
 def plan_start(
     recipe: Recipe,
     name: str,
@@ -130,14 +144,22 @@ def plan_start(
     Raises UsageError for a folder that may not be used or changes that may not be made, CheckpointError for a bad checkpoint.
     """
     resumed = None
+    for option, value in (("--out", out), ("--resume", resume)):
+        if value == "":
+            raise UsageError(f"{option}: is empty; name a folder, or leave the option out")
     if resume not in ("never", "auto"):
         resumed = find_checkpoint(Path(resume))
-        folder = RunFolder(Path(out) if out else resumed.path.parent.parent)
-        if resumed.path.parent.parent.resolve() != folder.path.resolve():
+        home = _run_of(resumed)
+        target = home if out is None else Path(out)
+        if target is None:
+            raise UsageError(f"--resume {resume}: not in the folder of a run; say with --out where to go on")
+        folder = RunFolder(target)
+        if home is None or home.resolve() != folder.path.resolve():
             folder.refuse_if_used()
-        elif (newest := checkpoint.latest(folder.checkpoints)) is not None and newest.step > resumed.step:
+        elif checkpoint.step_of(newest := checkpoint.complete(folder.checkpoints)[-1]) > resumed.step:
             raise UsageError(
-                f"--resume {resume}: its run has a later checkpoint, {newest.path.name}; choose another folder with --out"
+                f"--resume {resume}: its run has a later checkpoint, {newest}; choose another folder with --out, or move that "
+                "checkpoint away"
             )
     else:
         folder = RunFolder(Path(out) if out else Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -149,13 +171,24 @@ def plan_start(
         grid = Grid.of(recipe, replicas, ep)
         filled = _with_grid(recipe, grid)
         return Start(filled, grid, folder, None, [], _with_launch(origins, recipe, filled))
-    stored = resumed.manifest["recipe"]
+    stored = _stored_recipe(resumed)
     known = _with_stored_grid(recipe, stored["distributed"])
     grid = Grid.of(known, replicas, ep)
     filled = _with_grid(known, grid)
     changes = changed_keys(stored, filled.to_dict())
     _refuse_changes(changes, resumed, allow_changes)
     return Start(filled, grid, folder, resumed, changes, _with_launch(origins, recipe, filled))
+
+
+def _stored_recipe(saved: checkpoint.Checkpoint) -> dict[str, Any]:
+    """The recipe of a checkpoint, as `Recipe.to_dict` gives it. Raises CheckpointError where a section or a size is no such."""
+    stored = saved.fact("recipe", dict)
+    sections = {section for key in keys() if (section := key.rpartition(".")[0])}
+    odd = [name for name in sorted(sections) if not isinstance(stored.get(name), dict)]
+    odd += [] if odd else [name for name in FIXED_BY_LAUNCH if not isinstance(stored["distributed"].get(name), int)]
+    if odd:
+        raise CheckpointError(f"{saved.path}: its recipe has no sound {', '.join(odd)}; use another checkpoint of the run")
+    return stored
 
 
 def _with_launch(origins: Mapping[str, str] | None, written: Recipe, filled: Recipe) -> dict[str, str]:
@@ -167,20 +200,13 @@ def _with_launch(origins: Mapping[str, str] | None, written: Recipe, filled: Rec
 
 
 def _with_grid(recipe: Recipe, grid: Grid) -> Recipe:
-    filled = replace(
-        recipe.distributed,
-        lanes=grid.lanes,
-        slices=grid.slices,
-        segment=grid.segment,
-        slice_sequences=grid.slice_sequences,
-    )
-    return replace(recipe, distributed=filled)
+    fixed = {key: getattr(grid, key) for key in FIXED_BY_LAUNCH}
+    return replace(recipe, distributed=replace(recipe.distributed, **fixed))
 
 
 def _with_stored_grid(recipe: Recipe, stored: Mapping[str, Any]) -> Recipe:
     """What the recipe leaves open was fixed by the run's first launch."""
-    open_keys = ("lanes", "slices", "segment", "slice_sequences")
-    known = {key: stored[key] for key in open_keys if getattr(recipe.distributed, key) == 0}
+    known = {key: stored[key] for key in FIXED_BY_LAUNCH if getattr(recipe.distributed, key) == 0}
     return replace(recipe, distributed=replace(recipe.distributed, **known))
 
 
@@ -223,31 +249,76 @@ class RunFolder:
     def log(self) -> Path:
         return self.path / "train.log"
 
+    @property
+    def lock(self) -> Path:
+        return self.path / ".lock"
+
+    def trace(self, rank: int) -> Path:
+        """The digests of one rank."""
+        return self.path / "trace" / f"rank_{rank:05d}.jsonl"
+
     def refuse_if_used(self) -> None:
         """UsageError if there is something in the folder already, other than what a run leaves that failed before its first
         step: without data, say."""
-        before_first_step = {self.recipe_file, self.environment_file, self.log}
+        before_first_step = {self.recipe_file, self.environment_file, self.log, self.lock}
         if self.path.is_file() or (self.path.is_dir() and not before_first_step.issuperset(self.path.iterdir())):
             raise UsageError(
                 f"--out {self.path}: is not empty; choose another folder, or go on with the run in it by --resume auto"
             )
 
-    def prepare(self, start: Start, environment: Mapping[str, Any]) -> None:
-        """Make the folder, write what describes the run, and drop the lines of later steps that a killed run left.
+    def claim(self) -> int:
+        """Make the folder and keep other processes from training into it until the descriptor that this gives is closed.
+
+        Raises RunError if another process has it, or if the folder cannot be written.
+        """
+        with self._writing():
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._refuse_odd_files()
+            descriptor = os.open(self.lock, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in (errno.EACCES, errno.EAGAIN):
+                    return descriptor  # a file system without locks
+                holder = os.read(descriptor, 200).decode(errors="replace").strip() or "another process"
+                os.close(descriptor)
+                raise RunError(
+                    f"{self.path}: {holder} is training into this folder; wait for it, or choose another --out"
+                ) from None
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
+            return descriptor
+
+    def _refuse_odd_files(self) -> None:
+        """RunError where a folder, a pipe or the like has the place of a file that a run writes."""
+        own = ("tokenizer.json", "tokenizer_config.json", "checkpoints/latest")
+        files = [self.recipe_file, self.environment_file, self.metrics, self.samples, self.log, self.lock]
+        for file in [*files, *(self.path / name for name in own)]:
+            refuse_odd_file(file)
+        if self.checkpoints.exists() and not self.checkpoints.is_dir():
+            raise RunError(f"{self.checkpoints}: is no folder; move it away, or choose another --out")
+
+    def prepare(self, start: Start, environment: Mapping[str, Any]) -> list[str]:
+        """Write what describes the run, and drop the lines of later steps that a killed run left; returns what to tell about.
 
         A run killed between a save and its metrics gets that line from the checkpoint. Raises RunError at once if the folder
         cannot be written; there is no silent second choice.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
+        with self._writing():
             self.recipe_file.write_text(dump_toml(start.recipe, start.origins), encoding="utf-8")
             self.environment_file.write_text(json.dumps(environment, indent=2) + "\n", encoding="utf-8")
             resumed = start.resumed
             step = resumed.step if resumed else 0
-            _keep_until(self.samples, step)
-            last = _keep_until(self.metrics, step)
-            if resumed is not None and last < step:
-                self.append(self.metrics, resumed.manifest["metrics"] | {"state_sha256": resumed.manifest["state_sha256"]})
+            told = [_keep_until(file, step) for file in (self.samples, self.metrics)]
+            if resumed is not None and told[1].last < step:
+                digest = resumed.fact("state_sha256", str)
+                self.append(self.metrics, resumed.fact("metrics", dict) | {"state_sha256": digest})
+        return [notice for found in told for notice in found.notices]
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             raise RunError(
                 f"{self.path}: cannot be written ({os.strerror(error.errno or 0)}); choose a folder that is writable with --out"
@@ -271,18 +342,37 @@ def finite(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
 
 
-def _keep_until(file: Path, step: int) -> int:
-    """Rewrite a .jsonl file without lines of later steps and without a last line that was cut off; returns the last step."""
+def refuse_odd_file(file: Path) -> None:
+    """RunError where what `file` names is there and no file: opening a pipe would wait for ever."""
+    if file.exists() and not file.is_file():
+        raise RunError(f"{file}: is a folder, a pipe or the like, not a file; move it away, or choose another --out")
+
+
+class _Kept(NamedTuple):
+    """Of a .jsonl file: the last step in it, and what to tell about it."""
+
+    last: int
+    notices: list[str]
+
+
+def _keep_until(file: Path, step: int) -> _Kept:
+    """Rewrite a .jsonl file without lines of later steps, lines that are damaged, and a last line that was cut off."""
     if not file.is_file():
-        return 0
-    kept, last = [], 0
-    for line in file.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError, KeyError):
+        return _Kept(0, [])
+    kept, last, num_damaged = [], 0, 0
+    *whole, rest = file.read_bytes().split(b"\n")
+    for line in [*whole, rest]:
+        try:
             found = json.loads(line)["step"]
-            if found <= step:
-                kept.append(line + "\n")
-                last = found
+            if type(found) is not int:
+                raise ValueError(f"step is {found!r}")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            num_damaged += line is not rest
+            continue
+        if found <= step:
+            kept.append(line + b"\n")
+            last = found
     beside = file.with_suffix(".unfinished")
-    beside.write_text("".join(kept), encoding="utf-8")
+    beside.write_bytes(b"".join(kept))
     os.replace(beside, file)
-    return last
+    return _Kept(last, [f"{file}: {num_damaged} damaged lines were left out"] if num_damaged else [])

@@ -23,7 +23,7 @@ class SavedModel:
 
     def __init__(self, run: Run, device: torch.device) -> None:
         self.run, self.recipe, self.tokenizer, self.step = run, run.recipe, run.tokenizer, run.checkpoint.step
-        vocab_size = int(run.checkpoint.manifest["vocab_size"])
+        vocab_size = run.checkpoint.fact("vocab_size", int)
         self.model = Decoder(run.recipe, vocab_size, dtype=DTYPES[run.recipe.train.dtype], device=device)
         with torch.no_grad():
             tensors = dict(self.model.named_tensors())

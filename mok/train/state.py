@@ -113,7 +113,7 @@ class TrainState:
 
         dcp.load(saved, self._places_of(gradients=False), self.ranks.collective)
         self.step = saved.step
-        self.samples = int(saved.manifest["samples"])
+        self.samples = saved.fact("samples", int)
         self._keep_frozen_values()
         self.model.weights_changed()
 

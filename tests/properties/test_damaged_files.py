@@ -153,6 +153,7 @@ def read_checkpoint(folder: Path) -> None:
         values = {"w": torch.zeros(8), "v": torch.zeros(2)}
         dcp.load(found, values)
         assert torch.equal(values["w"], torch.arange(8.0)), "damaged values were taken for sound ones"
+        assert (found.step, found.manifest["samples"]) == (1, 4), "damaged facts were taken for sound ones"
 
 
 KINDS = {

@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +19,10 @@ import torch
 
 from mok import checkpoint
 from mok.errors import CheckpointError, DataError, Interrupted, NonFiniteError, RunError, UsageError
+from mok.recipe import load
 from mok.train import loop
-from tests.train.runs import At, make_run, metrics_of, timeless, train
+from mok.train.run_folder import RunFolder, plan_start
+from tests.train.runs import RECIPE, At, arguments, make_run, metrics_of, timeless, train
 
 
 def test_lines_metrics_and_files_of_a_run(tmp_path: Path) -> None:
@@ -181,19 +187,92 @@ def test_a_checkpoint_that_does_not_fit_or_is_damaged_ends_the_resume(tmp_path: 
     file.write_bytes(content)
     with (tmp_path / "run/metrics.jsonl").open("a") as later:
         later.write('{"step": 3}\n')  # of a run that was killed: dropped by a resume that succeeds
-    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != ".lock"]
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
     with pytest.raises(CheckpointError, match="checksums differ"):
         make_run(tmp_path, steps=2, resume="auto")
-    after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != ".lock"]
+    after = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
     assert after == before, "a resume that failed changed the run"
     with pytest.raises(CheckpointError, match="no checkpoint here"):
         make_run(tmp_path, steps=2, resume=str(tmp_path / "nowhere"))
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["tensors"]["model.surplus"] = manifest["tensors"].pop("model.norm.weight")
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    del manifest["manifest_sha256"]
+    (path / "manifest.json").write_text(json.dumps(manifest | {"format": 1}))
     with pytest.raises(CheckpointError) as caught:
         make_run(tmp_path, steps=2, resume="auto")
     assert "missing: model.norm.weight" in str(caught.value) and "unknown: model.surplus" in str(caught.value)
+
+
+def test_an_older_checkpoint_is_resumed_elsewhere_though_the_newest_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path, "checkpoint.every=2", steps=4)
+    first, second = sorted((tmp_path / "run/checkpoints").glob("step_*"))
+    manifest = second / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("samples", "sample?"))
+    with pytest.raises(CheckpointError, match=r"step_000004.*damaged.*use another checkpoint"):
+        make_run(tmp_path, "checkpoint.every=2", steps=4, resume="auto")
+    with pytest.raises(UsageError, match="later checkpoint, step_000004; choose another folder with --out, or move"):
+        make_run(tmp_path, "checkpoint.every=2", steps=4, resume=str(first))
+    run, _ = make_run(tmp_path, "checkpoint.every=2", steps=4, resume=str(first), out="again")
+    assert run.state.step == 2
+    second.rename(tmp_path / "damaged")
+    monkeypatch.chdir(first)
+    recipe = load(str(RECIPE), [*arguments(tmp_path, "checkpoint.every=2"), "train.steps=4"])
+    assert plan_start(recipe, "small", None, ".", False, 1, 1).folder.path == tmp_path / "run"
+    monkeypatch.chdir(tmp_path)
+    assert plan_start(recipe, "small", None, str(first.relative_to(tmp_path)), False, 1, 1).folder.path == Path("run")
+    first.rename(tmp_path / "copy")
+    with pytest.raises(UsageError, match="not in the folder of a run; say with --out"):
+        plan_start(recipe, "small", None, "copy", False, 1, 1)
+    for options in (("", "auto"), ("run", "")):
+        with pytest.raises(UsageError, match="is empty; name a folder"):
+            plan_start(recipe, "small", *options, False, 1, 1)
+
+
+def test_damaged_lines_of_metrics_are_left_out_and_counted(tmp_path: Path) -> None:
+    train(tmp_path, "checkpoint.every=2", steps=4)
+    file = tmp_path / "run/metrics.jsonl"
+    one, two, three, four = file.read_bytes().splitlines()
+    file.write_bytes(b"\n".join((one, b"\xff\xfe", b"[1]", b'{"step": "2"}', b"[" * 100_000, two, three, four, b'{"step"')))
+    run, lines = make_run(tmp_path, "checkpoint.every=2", steps=4, resume="auto")
+    assert run.state.step == 4 and "metrics.jsonl: 4 damaged lines were left out" in lines.getvalue()
+    assert file.read_bytes().splitlines() == [one, two, three, four]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_pipe_or_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    for name in ("train.log", "metrics.jsonl", "tokenizer.json", "checkpoints/latest"):
+        odd = tmp_path / name.replace("/", "-") / name
+        odd.parent.mkdir(parents=True)
+        make(odd)
+        with pytest.raises(RunError, match=f"{name}: .*move it away"):
+            RunFolder(tmp_path / name.replace("/", "-")).claim()
+    train(tmp_path, steps=1)
+    (tmp_path / "run/trace").mkdir()
+    make(tmp_path / "run/trace/rank_00000.jsonl")
+    with pytest.raises(RunError, match=r"rank_00000.jsonl: .*move it away"):
+        make_run(tmp_path, "log.trace=steps", steps=1, resume="auto")
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    os.mkfifo(tmp_path / "run/checkpoints")
+    with pytest.raises(RunError, match="checkpoints: is no folder; move it away"):
+        RunFolder(tmp_path / "run").claim()
+
+
+def test_a_second_process_in_the_folder_is_refused(tmp_path: Path) -> None:
+    held = (
+        "import sys; from pathlib import Path; from mok.train.run_folder import RunFolder\n"
+        "kept = RunFolder(Path(sys.argv[1])).claim(); print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", held, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(RunError, match=f"process {other.pid} on .* is training into this folder"):
+            make_run(tmp_path, steps=1)
+        other.communicate("")
+    assert train(tmp_path, steps=1)
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])

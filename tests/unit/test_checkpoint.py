@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import json
 import pickle
+import shutil
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,35 @@ def test_a_truncated_file_and_a_foreign_folder_are_refused(tmp_path: Path) -> No
     (saved.path / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
     with pytest.raises(CheckpointError, match="format 99"):
         checkpoint.open_checkpoint(saved.path)
+
+
+def test_a_manifest_knows_its_own_damage_and_old_ones_are_still_read(tmp_path: Path) -> None:
+    saved = dcp.save(tmp_path, 1, state(), {"samples": 64, "rate": 1e-5}, keep_last=0)
+    file = saved.path / "manifest.json"
+    sound = file.read_text()
+    assert checkpoint.open_checkpoint(saved.path).fact("samples", int) == 64
+    for before, after in (('"samples": 64', '"samples": 65'), ("manifest_sha256", "manifest_sha255"), ("1e-05", "1e-06")):
+        assert sound.count(before) == 1
+        file.write_text(sound.replace(before, after))
+        with pytest.raises(CheckpointError, match="damaged"):
+            checkpoint.open_checkpoint(saved.path)
+    old = json.loads(sound) | {"format": 1}
+    del old["manifest_sha256"], old["samples"]
+    file.write_text(json.dumps(old))
+    found = checkpoint.open_checkpoint(saved.path)
+    dcp.load(found, empty())
+    for kind, name in ((int, "samples"), (str, "rate")):
+        with pytest.raises(CheckpointError, match=f"manifest.json: '{name}' is"):
+            found.fact(name, kind)
+
+
+def test_a_copy_under_the_name_of_another_step_is_not_the_newest(tmp_path: Path) -> None:
+    saved = dcp.save(tmp_path / "checkpoints", 2, state(), {}, keep_last=0)
+    shutil.copytree(saved.path, tmp_path / "best")
+    assert checkpoint.open_checkpoint(tmp_path / "best").step == 2
+    shutil.copytree(saved.path, tmp_path / "checkpoints" / "step_000099")
+    with pytest.raises(CheckpointError, match="step_000099: holds step 2 under another step's name; rename or remove"):
+        checkpoint.latest(tmp_path / "checkpoints")
 
 
 class Attack:

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from mok.errors import RankError
+from mok.errors import RankError, UsageError
 from mok.shapes import LAYER_SHAPES
 from mok.topology import advise, domains, findings, ranks
 from mok.topology.measurement import Exchange, Measurement, Transfer
@@ -148,6 +148,21 @@ def test_the_ranks_that_one_process_is_about_to_start(monkeypatch):
     assert [ranks.ep_of_launch(shape, number, 1.0) for number in (1, 2, 8)] == [1, 2, 8]
     monkeypatch.setattr(ranks, "probe_host", lambda: bare_host("no-gpu"))
     assert ranks.ep_of_launch(shape, 4, 1.0) == 4
+
+
+@pytest.mark.parametrize(("rank", "size"), [("", ""), ("", "2"), ("0", "")])
+def test_empty_variables_are_no_launch(monkeypatch, rank, size):
+    for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", ""), ("MASTER_ADDR", ""), ("MASTER_PORT", "")):
+        monkeypatch.setenv(name, value)
+    assert ranks.launched_ranks() is None and not ranks.in_launch() and ranks.local_rank() == 0
+
+
+@pytest.mark.parametrize(("rank", "size"), [("x", "2"), ("2", "2"), ("-1", "2"), ("0", "two")])
+def test_variables_that_no_launcher_sets_are_named(monkeypatch, rank, size):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(UsageError, match=f"RANK={rank} WORLD_SIZE={size} in the environment"):
+        ranks.launched_ranks()
 
 
 def test_torchrun_prints_one_picture(tmp_path):
