@@ -95,12 +95,14 @@ class Grid:
                 f"distributed.segment = {segment} does not divide distributed.slices = {slices}; use a divisor of slices"
             )
         cells = lanes * slices
-        sequences = distributed.slice_sequences or batch // cells
-        if sequences < 1 or batch % (cells * sequences):
+        # Where the recipe leaves the size of a slice open, any multiple of the cells will do.
+        fixed = distributed.slice_sequences or 1
+        if batch < cells * fixed or batch % (cells * fixed):
             raise UsageError(
-                f"train.batch_size = {batch} does not fill a grid of {lanes} lanes x {slices} positions x {max(sequences, 1)} "
-                f"sequences; use a multiple of {cells * max(sequences, 1)}, or change [distributed]"
+                f"train.batch_size = {batch} does not fill a grid of {lanes} lanes x {slices} positions x {fixed} "
+                f"sequences; use a multiple of {cells * fixed}, or change [distributed]"
             )
+        sequences = distributed.slice_sequences or batch // cells
         return cls(lanes, slices, segment, sequences, batch // sequences)
 
     @property

@@ -21,6 +21,9 @@ __all__ = ["layer", "problems_of"]
 KEYS = ("name", "shape", "direction", "tokens", "routing")
 """What two rows must have in common to be compared."""
 
+CONDITIONS = ("device", "card", "dtype", "threads")
+"""What two reports must have in common in their environment, where both say it."""
+
 SLOWER = 1.1
 """Times an old median that a new one may be before `--compare` calls it a regression; equal runs differ by up to 5 %."""
 
@@ -85,7 +88,7 @@ def layer(
         raise UsageError("--plot needs matplotlib: pip install matplotlib")
     if trace and place.type != "cuda":
         raise UsageError("--trace: the megakernel needs a CUDA device of compute capability 9.0")
-    old = _old_rows(compare) if compare else []
+    old, conditions = _old_report(compare) if compare else ([], {})
     output.line(
         f"{'':<30}{'ms':>9}{'spread':>8}{'steady':>9}{'TFLOP/s':>9}{'dense':>7}{'repeats':>9}{'error':>9}{'saved':>7}{'peak':>7}"
     )
@@ -123,15 +126,28 @@ def layer(
     if report.wrong:
         raise CheckFailed("; ".join(report.wrong))
     if compare:
+        differing = [
+            f"{key} {conditions[key]!r} then, {report.environment[key]!r} now"
+            for key in CONDITIONS
+            if key in conditions and conditions[key] != report.environment.get(key)
+        ]
+        if differing:
+            raise CheckFailed(
+                f"--compare {compare}: measured under other conditions ({'; '.join(differing)}); measure it again"
+            )
         _compare(rows, old, output)
 
 
-def _old_rows(path: str) -> list[dict[str, Any]]:
-    """The rows of an older report."""
+def _old_report(path: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows of an older report, and its environment."""
     try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
-        return [{key: row[key] for key in (*KEYS, "median_ms")} for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        report = json.loads(Path(path).read_text(encoding="utf-8"))
+        rows = [{key: row[key] for key in (*KEYS, "median_ms")} for row in report["rows"]]
+        for row in rows:
+            if not all(isinstance(row[key], str | int) for key in KEYS) or not row["median_ms"] > 0:
+                raise ValueError(f"{row} is no row")
+        return rows, dict(report["environment"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(
             f"--compare {path}: is no report of `mok bench layer --json` ({type(error).__name__}: {error})"
         ) from None
@@ -213,15 +229,18 @@ def _plot(rows: Sequence[LayerRow], path: Path) -> None:
 def _compare(rows: list[dict[str, Any]], old_rows: list[dict[str, Any]], output: Output) -> None:
     """New medians over old ones, row by row; CheckFailed if one is slower than it may be."""
     old = {tuple(row[key] for key in KEYS): row["median_ms"] for row in old_rows}
-    slower = []
+    slower, num_compared = [], 0
     for row in rows:
         was = old.get(tuple(row[key] for key in KEYS))
         if was is None:
             output.line(f"{row['shape']} {row['direction']} {row['name']}: not in the old report")
             continue
+        num_compared += 1
         ratio = row["median_ms"] / was
         output.line(f"{row['shape']} {row['direction']} {row['name']}: {was:.3f} -> {row['median_ms']:.3f} ms ({ratio:.2f})")
         if ratio > SLOWER:
             slower.append(f"{row['shape']} {row['direction']} {row['name']} takes {ratio:.2f} times as long")
+    if not num_compared:
+        raise CheckFailed("nothing was compared: the old report has none of these rows; name one of the same layers and tokens")
     if slower:
         raise CheckFailed("slower than the old report: " + "; ".join(slower))

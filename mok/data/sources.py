@@ -193,13 +193,16 @@ class TextReader:
         return text
 
     def _parquet(self, source: Source) -> Iterator[list[str]]:
-        parquet = _pyarrow_parquet(source)
+        pyarrow = _pyarrow(source)
         try:
-            file = parquet.ParquetFile(source.path)
-            if "text" not in file.schema_arrow.names:
-                raise DataError(
-                    f'{source.path}: no "text" column among {", ".join(file.schema_arrow.names)}; rename the right one'
-                )
+            file = pyarrow.parquet.ParquetFile(source.path)
+            if (names := file.schema_arrow.names).count("text") != 1:
+                found = "two" if "text" in names else "no"
+                raise DataError(f'{source.path}: {found} "text" column among {", ".join(names)}; rename the right one')
+            kind = file.schema_arrow.field("text").type
+            kind = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
+            if str(kind) not in ("string", "large_string", "string_view"):
+                raise DataError(f'{source.path}: the "text" column is of {kind}, not of strings; convert it')
             row = 0
             for batch in file.iter_batches(batch_size=1024, columns=["text"]):
                 for text in batch.column(0).to_pylist():
@@ -209,7 +212,7 @@ class TextReader:
                         )
                     yield [text]
                     row += 1
-        except ValueError as error:  # every pyarrow error about content is one
+        except (ValueError, pyarrow.ArrowException) as error:
             raise DataError(f"{source.path}: not a readable parquet file ({error}); write it again") from error
 
     def _decode(self, block: bytes, source: Source, offset: int, line: int) -> str:
@@ -227,14 +230,14 @@ class TextReader:
         return text
 
 
-def _pyarrow_parquet(source: Source) -> Any:
+def _pyarrow(source: Source) -> Any:
     try:
         import pyarrow.parquet
     except ImportError:
         raise DataError(
             f"{source.path}: reading parquet needs pyarrow; `pip install pyarrow`, or convert it to .jsonl"
         ) from None
-    return pyarrow.parquet
+    return pyarrow
 
 
 def read_token_blocks(source: Source) -> Iterator[np.ndarray]:

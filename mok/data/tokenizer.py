@@ -52,6 +52,11 @@ class Tokenizer:
             )
         self.end_id = ids[self.end_token]
         self.sha256 = sha256(f"{self.end_token}\n{json_text}".encode()).hexdigest()
+        if _drops_unknown(self._inner):
+            raise DataError(
+                f"{where}: a BPE without byte fallback and unk_token, which leaves out characters that it does not know "
+                "and says nothing; give it an unk_token"
+            )
         self._maps_bytes = _maps_bytes(self._inner, ids)
         self.bytes_of_id = _bytes_of_id(self._inner, ids, self.size)
 
@@ -108,7 +113,13 @@ class Tokenizer:
         """Ids of each text, as `encode`, on all cores."""
         if self._maps_bytes:
             return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
-        encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(
+                f"data.tokenizer cannot encode the text ({error}); give tokenizer.json a token for what it does not know, or "
+                "use bytes or bpe:SIZE"
+            ) from error
         return [np.array(one.ids, dtype=np.uint32) for one in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -139,6 +150,14 @@ def _maps_bytes(inner: HfTokenizer, ids: dict[str, int]) -> bool:
     """Whether encoding is no more than the bytes of the text, so that nothing needs to be looked up."""
     merges = json.loads(inner.to_str())["model"].get("merges")
     return merges == [] and all(ids.get(character) == byte for byte, character in enumerate(_byte_alphabet()))
+
+
+def _drops_unknown(inner: HfTokenizer) -> bool:
+    """Whether text can vanish in encoding. Others have bytes for what is not in their vocabulary, a token, or an error."""
+    parts = json.loads(inner.to_str())
+    model = parts["model"]
+    is_bytes = '"ByteLevel"' in json.dumps([parts["pre_tokenizer"], parts["normalizer"]])
+    return model["type"] == "BPE" and model["unk_token"] is None and not model["byte_fallback"] and not is_bytes
 
 
 def _bytes_of_id(inner: HfTokenizer, ids: dict[str, int], size: int) -> np.ndarray:

@@ -204,6 +204,15 @@ def test_the_command_reports_compares_and_refuses(mok: Run, tmp_path: Path) -> N
     (tmp_path / "old.json").write_text(json.dumps(report))
     slower = mok(*arguments, "--compare", "old.json", env=one)
     assert slower.returncode == 3 and "slower than the old report" in slower.stderr
+    for row in report["rows"]:
+        row["tokens"] = 32
+    (tmp_path / "other.json").write_text(json.dumps(report))
+    nothing = mok(*arguments, "--compare", "other.json", env=one)
+    assert nothing.returncode == 3 and "nothing was compared" in nothing.stderr
+    report["environment"]["dtype"] = "float32"
+    (tmp_path / "other.json").write_text(json.dumps(report))
+    unlike = mok(*arguments, "--compare", "other.json", env=one)
+    assert unlike.returncode == 3 and "dtype 'float32' then, 'bfloat16' now" in unlike.stderr
     (tmp_path / "broken.json").write_text("{}")
     for wrong, named in (
         (("--shape", "nano"), "nano"),

@@ -74,6 +74,51 @@ def test_parquet(tmp_path, config):
     parquet.write_table(pyarrow.table({"body": ["one"]}), tmp_path / "b.parquet")
     with pytest.raises(DataError, match=r'b\.parquet: no "text" column among body'):
         open_corpus(config(tmp_path / "b.parquet"))
+    for column, named in (
+        (pyarrow.array([b"one"]), "is of binary, not of strings"),
+        (pyarrow.array([2**30], pyarrow.date32()), "is of date32"),
+        (pyarrow.array([[{"x": "one"}]]), "is of list<"),
+        (pyarrow.array(["one", None]), "row 1: .* is NoneType"),
+    ):
+        parquet.write_table(pyarrow.table({"text": column}), tmp_path / "c.parquet")
+        with pytest.raises(DataError, match=rf"c\.parquet: .*{named}"):
+            open_corpus(config(tmp_path / "c.parquet"))
+    parquet.write_table(pyarrow.Table.from_arrays([pyarrow.array(["one"])] * 2, ["text", "text"]), tmp_path / "d.parquet")
+    with pytest.raises(DataError, match='two "text" column among text, text'):
+        open_corpus(config(tmp_path / "d.parquet"))
+    parquet.write_table(pyarrow.table({"text": pyarrow.array(["one"]).dictionary_encode()}), tmp_path / "e.parquet")
+    assert text_of(open_corpus(config(tmp_path / "e.parquet"))) == "one<|endoftext|>"
+
+
+def test_a_parquet_file_that_arrow_cannot_decode_is_named(tmp_path, config, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": ["one"]}), tmp_path / "a.parquet")
+    for error in (pyarrow.ArrowNotImplementedError, pyarrow.ArrowIndexError):
+        monkeypatch.setattr(parquet.ParquetFile, "iter_batches", lambda *_, error=error, **__: raised(error("nested")))
+        with pytest.raises(DataError, match=r"a\.parquet: not a readable parquet file \(nested\)"):
+            open_corpus(config(tmp_path / "a.parquet"))
+
+
+def raised(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.BPE({"a": 0, "b": 1, "ab": 2, "</s>": 3}, [("a", "b")]),
+        models.WordLevel({"a": 0, "</s>": 1}),
+        models.Unigram([("a", -1.0), ("</s>", 0.0)]),
+    ],
+)
+def test_a_tokenizer_without_a_token_for_the_unknown_loses_nothing_in_silence(tmp_path, config, model):
+    inner = HfTokenizer(model)
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("a ß a")
+    with pytest.raises(DataError, match=r"unk_token|for what it does not know"):
+        open_corpus(config(tmp_path / "a.txt", str(tmp_path / "tokenizer.json")))
 
 
 def test_raw_tokens_are_cut_into_documents_at_the_end_token(tmp_path, config):
