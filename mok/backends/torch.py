@@ -112,9 +112,9 @@ def forward(
         gate_up_1JH = _gate_up_weights(*experts.shared.gate_up_JH.unsqueeze(0).chunk(2, dim=1))
         shared_gate_up = _operand("shared_gate_up", gate_up_1JH, shared_block, options)
         shared_down = _operand("shared_down", _gemm_ready(_pad_matrix(experts.shared.down_HS[None])), shared_block, options)
-        shared_gate_up_TJ = torch.mm(_rows(_pad_rows(x_TH), shared_block), shared_gate_up.over_columns[0].t())
+        shared_gate_up_TJ = _product(_rows(_pad_rows(x_TH), shared_block), shared_gate_up.over_columns[0].t())
         hidden_TS = _swiglu(shared_gate_up_TJ, options.clamp)[1].to(x_TH.dtype)
-        shared_TH = torch.mm(_rows(hidden_TS, shared_block), shared_down.over_columns[0].t())[: x_TH.shape[0]].float()
+        shared_TH = _product(_rows(hidden_TS, shared_block), shared_down.over_columns[0].t())[: x_TH.shape[0]].float()
         sum_TH.add_(shared_TH if shared_scale_T is None else shared_TH * shared_scale_T.unsqueeze(1))
     y_TH = _true_columns(sum_TH.to(x_TH.dtype), hidden_size)
 
@@ -184,12 +184,12 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
         gate_up_TJ = saved.shared_gate_up_TJ
         if gate_up_TJ is None:
             assert saved.x_TH is not None
-            gate_up_TJ = torch.mm(_rows(_pad_rows(saved.x_TH), shared_block), saved.shared_gate_up_JH.t())
-        dh_TS = _product_fp32(_rows(_pad_rows(dy_TH), shared_block), saved.shared_down_back_HS)
+            gate_up_TJ = _product(_rows(_pad_rows(saved.x_TH), shared_block), saved.shared_gate_up_JH.t())
+        dh_TS = _product(_rows(_pad_rows(dy_TH), shared_block), saved.shared_down_back_HS, fp32=True)
         scale_T = None if saved.shared_scale_T is None else pad(saved.shared_scale_T, (0, dh_TS.shape[0] - tokens))
         silu_TS, hidden_TS = _swiglu(gate_up_TJ, options.clamp)
         d_gate_up_TJ, scaled_hidden_TS, dscale = _swiglu_backward(dh_TS, gate_up_TJ, silu_TS, hidden_TS, scale_T, options.clamp)
-        dx_sum_TH.add_(torch.mm(_rows(d_gate_up_TJ, shared_block), saved.shared_gate_up_back_JH)[:tokens])
+        dx_sum_TH.add_(_product(_rows(d_gate_up_TJ, shared_block), saved.shared_gate_up_back_JH)[:tokens])
         size = saved.shared_size
         shared = SharedGrads(_true_halves(d_gate_up_TJ[:tokens], size), scaled_hidden_TS[:tokens, :size])
         dscale_T = None if scale_T is None else dscale[:tokens]
@@ -286,13 +286,18 @@ def _product_by_expert(rows_PA: Tensor, weights_LAB: Tensor, schedule: Schedule,
     out_PB = torch.empty(rows_PA.shape[0], weights_LAB.shape[2], dtype=dtype, device=rows_PA.device)
     sizes = schedule.expert_sizes
     for operand, weights_AB, out in zip(rows_PA.split(sizes), weights_LAB.unbind(), out_PB.split(sizes), strict=True):
-        if not operand.shape[0]:
-            continue
-        if fp32:
-            _product_fp32(operand, weights_AB, out)
-        else:
-            torch.mm(operand, weights_AB, out=out)
+        if operand.shape[0]:
+            _product(operand, weights_AB, fp32, out)
     return out_PB
+
+
+def _product(rows: Tensor, weights: Tensor, fp32: bool = False, out: Tensor | None = None) -> Tensor:
+    """rows @ weights, in fp32 or the dtype of the rows; a row of the result depends on that row and the weights alone."""
+    if rows.is_cuda:  # cuBLAS takes another kernel for another number of rows
+        from mok.launch.product import product_of_rows
+
+        return product_of_rows(rows, weights, torch.float32 if fp32 else rows.dtype, out)
+    return _product_fp32(rows, weights, out) if fp32 else torch.mm(rows, weights, out=out)
 
 
 def _product_fp32(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:

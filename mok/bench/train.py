@@ -100,7 +100,7 @@ class _Mok:
     def step(self, inputs_BS: Tensor, targets_BS: Tensor) -> tuple[float, float]:
         self._batches.inputs, self._batches.targets = inputs_BS, targets_BS
         report = train_step(self._state, self._batches, self._observer, self._graph)
-        if self._graph is None and not self._observer and self._state.recipe.train.cuda_graph and can_record(self._state):
+        if self._graph is None and self._state.recipe.train.cuda_graph and can_record(self._state, self._observer):
             self._graph = StepGraph()  # as a run does after its first step
         return report.loss, report.grad_norm
 

@@ -118,6 +118,8 @@ def train(spec: dict[str, Any], arm: Arm, recipe: Recipe, folder: Path) -> None:
     with met(planned, replicas, ep, spec["device"]) as (start, ranks, device):
         layout = ranks.layout
         run = Run(start, ranks, device, Console(file=io.StringIO()))
+        if arm.kernel:
+            set_kernel(run.state, arm.kernel)
         fault = parse_injection(arm.inject) if arm.inject else ""
         flipper = Flipper(fault, layout, run.state) if isinstance(fault, Flip) else None
         if isinstance(fault, str) and fault:
@@ -153,6 +155,14 @@ def train(spec: dict[str, Any], arm: Arm, recipe: Recipe, folder: Path) -> None:
             write_json(folder / "result.json", {"state_sha256": metrics["state_sha256"]})
 
 
+def set_kernel(state: TrainState, settings: dict[str, Any]) -> None:
+    """Let the expert layers run with these fields of `KernelConfig`."""
+    from mok.launch.tables import config_of
+
+    for layer in state.model.moe_layers:
+        layer.options = dataclasses.replace(layer.options, kernel=config_of(settings))
+
+
 def flipper_step(fault: Flip | str) -> int:
     return fault.step if isinstance(fault, Flip) else 0
 
@@ -169,8 +179,8 @@ class UntilObserver(StepObserver):
         self._now = step
         super().begin(step)
 
-    def updated(self, tensors: Any) -> None:
-        super().updated(tensors)
+    def end(self, report: Any) -> None:
+        super().end(report)
         if self._now == self._until:
             raise EnoughError
 

@@ -36,6 +36,24 @@ if TYPE_CHECKING:
 __all__ = ["Arm", "Workshop", "check_arm", "read_json", "verify_recipe"]
 
 MOST_RANKS = 4
+
+KERNEL_SETTINGS: dict[str, dict[str, Any]] = {
+    "mega, tile by tile, combined on the way": {
+        "forward_order": {"group_size": 1, "groups_per_phase": 1},
+        "backward_order": {"group_size": 1},
+        "mover_share": 1.0,
+    },
+    "mega, long groups, short rings, few programs": {
+        "forward_order": {"group_size": 64},
+        "backward_order": {"group_size": 64},
+        "mover_share": 0.0,
+        "stages": 2,
+        "pieces": 3,
+        "programs": 24,
+    },
+}
+"""Settings of the megakernel far from what tables choose: order of work, ring sizes, multiprocessors, the movers' share."""
+
 ARM_LIMIT_S = 3600.0
 
 
@@ -43,13 +61,15 @@ ARM_LIMIT_S = 3600.0
 class Arm:
     """One way to do the work. changes: recipe keys, all of which leave the grid alone.
 
-    kill_after: a step after whose record the run is killed (and then resumed); 0 for none. flip, fault: see
-    `mok.determinism.faults`; jitter, misalign: disturbances that must not show.
+    kernel: settings of the megakernel that differ from `KernelConfig()`; the table's choice if there are none. kill_after: a
+    step after whose record the run is killed (and then resumed); 0 for none. inject: see `mok.determinism.faults`; jitter,
+    misalign: disturbances that must not show.
     """
 
     name: str
     nproc: int = 1
     changes: dict[str, Any] = field(default_factory=dict)
+    kernel: dict[str, Any] = field(default_factory=dict)
     kill_after: int = 0
     inject: str = ""
     jitter: bool = False
@@ -145,7 +165,7 @@ def jitter_arms(recipe: Recipe, device: str) -> tuple[list[Arm], str]:
 
 
 def backend_arms(recipe: Recipe, device: str) -> tuple[list[Arm], str]:
-    """staged against mega, where both can run."""
+    """staged against mega, and mega with other settings, where both can run."""
     if device != "cuda":
         return [], "needs a CUDA device: staged and mega are GPU backends"
     import torch
@@ -162,6 +182,7 @@ def backend_arms(recipe: Recipe, device: str) -> tuple[list[Arm], str]:
         except UsageError as error:
             return [], str(error)
         arms.append(Arm(name, changes={"moe.backend": name}))
+    arms += [Arm(name, changes={"moe.backend": "mega"}, kernel=settings) for name, settings in KERNEL_SETTINGS.items()]
     return arms, ""
 
 
@@ -283,10 +304,10 @@ class Workshop:
 
 def last_words(folder: Path) -> str:
     """The first line that says what went wrong, else the last line, of an arm's output."""
-    lines = (folder / "output.txt").read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line for line in lines if line.startswith("Error: ")), lines[-1] if lines else "no output").removeprefix(
-        "Error: "
-    )
+    text = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()]
+    error = next((line for line in lines if line.startswith("Error: ")), lines[-1] if lines else "no output")
+    return error.removeprefix("Error: ")
 
 
 def verify_recipe(shop: Workshop, axes: Sequence[str], *, runs: int = 2, inject: str = "") -> tuple[Report, Trace]:

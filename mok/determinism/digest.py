@@ -1,9 +1,9 @@
 """Digests of tensors: equal digests mean equal bytes, dtype and shape; names, files, strides and devices do not enter.
 
-On the CPU a digest is SHA-256. On a GPU it is `mix128`, computed there so that only 16 bytes per tensor travel: the sum, over
-all 32-bit words, of a 64-bit bijection of (position, word), twice with different constants. Integer sums do not depend on
-order, so no schedule of threads can change it, and a single changed word always changes it. It detects faults, it does not
-resist forgery. The two kinds are never compared with each other: each digest starts with the name of its kind.
+On the CPU a digest is SHA-256. On a GPU it is `mix128`, computed there so that only 16 bytes per tensor travel: the sums, over
+all 32-bit words, of two 64-bit bijections of (position, word). Integer sums do not depend on order, so no schedule of threads
+can change it, and a single changed word always changes it. It detects faults, it does not resist forgery.
+The two kinds are never compared with each other: each digest starts with the name of its kind.
 
 Read next: `mok/determinism/trace.py`.
 """
@@ -11,18 +11,19 @@ Read next: `mok/determinism/trace.py`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
+from itertools import chain
+from operator import add
+from typing import Any
 
 import torch
 
-__all__ = ["Digester", "bytes_of", "digest", "digest_of_state", "mix128", "mix128_torch"]
+__all__ = ["Digester", "Mixer", "bytes_of", "digest", "digest_of_state", "mix128", "mix128_torch"]
 
-# The finaliser of splitmix64 (Steele, Lea, Flood 2014) is a bijection of 64-bit words; the two increments give two sums.
-MULTIPLIER_1 = 0xBF58476D1CE4E5B9
-MULTIPLIER_2 = 0x94D049BB133111EB
-INCREMENTS = (0x9E3779B97F4A7C15, 0xD1B54A32D192ED03)
-WORD = (1 << 64) - 1
+# Of rounds z = (z ^ z >> 32) * multiplier, bijections of 64-bit words and cheap on a GPU: two for one sum, three for the other.
+INCREMENT = 0x9E3779B97F4A7C15
+MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD1B54A32D192ED03)
 WORDS_PER_PROGRAM = 4096
 
 
@@ -58,50 +59,98 @@ def digest_of_state(state: Mapping[str, torch.Tensor]) -> str:
 
 
 class Digester:
-    """Digests many tensors with one transfer from the device: `add` starts the work, `finish` waits and returns all."""
+    """Digests many tensors with one transfer from the device: `add` starts the work, `finish` waits and returns all.
+
+    What is added while a CUDA graph is recorded is digested again by each replay, so every later `finish` has it too. That must
+    be what was added before the last `finish`, in the same order: its tables are used again, in memory that no graph owns.
+    """
 
     def __init__(self) -> None:
-        self._done: dict[str, str] = {}
-        self._waiting: list[tuple[list[str], list[str], torch.Tensor]] = []
-        self._waiting_names: set[str] = set()
-        self.num_bytes = 0
+        self._done: dict[Any, str] = {}
+        self._waiting: list[_Group] = []
+        self._recorded: list[_Group] = []
+        self._places: list[torch.Tensor] = []  # of the tables before the last `finish`
+        self._names: set[Any] = set()  # of the two lists
+        self._num_bytes = 0
 
-    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Note the bytes that `tensors` have now; later changes to them do not matter. A second tensor of one name is an error.
-        Those on a GPU take one launch together."""
-        if used := next((name for name in tensors if name in self._done or name in self._waiting_names), None):
+    @property
+    def num_bytes(self) -> int:
+        """Of all that the next `finish` returns."""
+        return self._num_bytes + sum(group.num_bytes for group in self._recorded)
+
+    def add(self, tensors: Mapping[Any, torch.Tensor]) -> None:
+        """Note the bytes that `tensors` have now; later changes to them do not matter. Names may be anything hashable; a second
+        tensor of one name is an error. Those on a GPU take one launch together."""
+        if used := next((name for name in tensors if name in self._done or name in self._names), None):
             raise ValueError(f"two tensors are called {used!r} in one record; every tensor needs its own name")
-        on_device: dict[str, torch.Tensor] = {}
+        on_device: dict[Hashable, torch.Tensor] = {}
         for name, tensor in tensors.items():
             if tensor.device.type == "cpu":
                 content = bytes_of(tensor)
-                self.num_bytes += content.numel()
+                self._num_bytes += content.numel()
                 sha = hashlib.sha256(header_of(tensor).encode())
                 sha.update(content.numpy().data)
                 self._done[name] = f"sha256:{sha.hexdigest()}"
             else:
                 on_device[name] = tensor
-                self.num_bytes += tensor.nbytes
-        if on_device:
-            headers = [header_of(tensor) for tensor in on_device.values()]
-            self._waiting.append((list(on_device), headers, mix128(list(on_device.values()))))
-            self._waiting_names.update(on_device)
+        if not on_device:
+            return
+        recording = torch.cuda.is_current_stream_capturing()
+        if recording and len(self._recorded) == len(self._places):
+            raise RuntimeError("a graph records what the record before it had: take one the usual way first")
+        group = _Group(on_device, self._places[len(self._recorded)] if recording else None)
+        self._names.update(on_device)
+        if recording:
+            self._recorded.append(group)
+        else:
+            group.mixer.send_table()
+            self._waiting.append(group)
+            self._num_bytes += group.num_bytes
+        group.sums = group.mixer.run()
 
-    def known(self) -> dict[str, str]:
-        """name -> digest of everything added since the last `finish`; waits for the device."""
-        if self._waiting:
-            found = torch.cat([sums for _, _, sums in self._waiting]).tolist()
-            names = [name for part, _, _ in self._waiting for name in part]
-            headers = [header for _, part, _ in self._waiting for header in part]
-            for name, header, (first, second) in zip(names, headers, found, strict=True):
-                self._done[name] = f"mix128:{header}:{first & WORD:016x}{second & WORD:016x}"
-            self._waiting, self._waiting_names = [], set()
+    def recorded(self) -> None:
+        """The graph is recorded: to be called before its first replay, which needs what could not be sent meanwhile."""
+        for group in self._recorded:
+            group.mixer.send_table()
+
+    def known(self) -> dict[Any, str]:
+        """name -> digest of everything added since the last `finish`, outside graphs; waits for the device."""
+        self._done.update(_read(self._waiting))
+        for group in self._waiting:
+            self._names.difference_update(group.names)
+        self._waiting = []
         return self._done
 
-    def finish(self) -> dict[str, str]:
-        """`known`, and nothing is known afterwards."""
-        found, self._done = self.known(), {}
+    def finish(self) -> dict[Any, str]:
+        """name -> digest of all that was added or replayed since the last `finish`; waits for the device."""
+        if self._waiting:
+            self._places = [group.mixer.place for group in self._waiting]
+        found = self.known()
+        found.update(_read(self._recorded))
+        self._done, self._num_bytes = {}, 0
         return found
+
+
+class _Group:
+    """Tensors that were added together. sums: int64 [tensors, 2], on the device, once the work is queued."""
+
+    def __init__(self, tensors: Mapping[Hashable, torch.Tensor], place: torch.Tensor | None) -> None:
+        self.names = list(tensors)
+        self.prefixes = [f"mix128:{header_of(tensor)}:" for tensor in tensors.values()]
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self.mixer = Mixer(list(tensors.values()), place)
+        self.sums: torch.Tensor
+
+
+def _read(groups: Sequence[_Group]) -> dict[Any, str]:
+    if not groups:
+        return {}
+    sums = torch.cat([group.sums for group in groups]).cpu().numpy()
+    digits = sums.astype(">i8").tobytes().hex()
+    names = chain.from_iterable(group.names for group in groups)
+    prefixes = chain.from_iterable(group.prefixes for group in groups)
+    parts = [digits[start : start + 32] for start in range(0, len(digits), 32)]
+    return dict(zip(names, map(add, prefixes, parts), strict=True))
 
 
 def words_of(content: torch.Tensor) -> torch.Tensor:
@@ -115,26 +164,51 @@ def words_of(content: torch.Tensor) -> torch.Tensor:
 
 
 def mix128(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Any tensors of one GPU -> int64 [tensors, 2] there, in one launch and one pass over memory, without waiting. Each row is
-    what `mix128_torch` computes of the bytes."""
-    from mok.kernels.digest import mix_words
+    """Any tensors of one GPU -> int64 [tensors, 2] there, in one pass over memory, without waiting. Each row is what
+    `mix128_torch` computes of the bytes."""
+    mixer = Mixer(tensors)
+    mixer.send_table()
+    return mixer.run()
 
-    # What is not contiguous words of 32 bits is copied; the copies live until the launch is queued.
-    plain = [tensor if _is_words(tensor) else words_of(bytes_of(tensor)) for tensor in tensors]
-    num_bytes = torch.tensor([tensor.nbytes for tensor in tensors])
-    num_words = -(-num_bytes // 4)
-    num_programs = -(-num_words // WORDS_PER_PROGRAM)
-    addresses = torch.tensor([tensor.data_ptr() for tensor in plain])
-    last_program = num_programs.cumsum(0)
-    table = torch.stack([addresses, num_words, last_program - num_programs, num_programs, num_bytes])
-    total = int(last_program[-1])
-    table = table.to(tensors[0].device, non_blocking=True)
-    sums = torch.zeros(len(plain), 2, dtype=torch.int64, device=table.device)
-    if total:
-        owners = torch.arange(len(plain), dtype=torch.int32, device=table.device)
-        owner_of_program = owners.repeat_interleave(table[3], output_size=total)
-        mix_words[(total,)](table[0], table[1], table[2], owner_of_program, sums, BLOCK=WORDS_PER_PROGRAM)
-    return sums + table[4].unsqueeze(1)
+
+class Mixer:
+    """`mix128` in two halves, since nothing can be sent to a GPU while a CUDA graph is recorded: `run` there, `send_table`
+    before the first replay.
+
+    place: where the table goes, the `place` of a mixer of as many tensors of the same sizes; new memory by default. While a
+    graph is recorded it must be given: what is allocated then belongs to the graph, which writes other things there as well.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], place: torch.Tensor | None = None) -> None:
+        # What is not contiguous words of 32 bits is copied; the copies live until the launch is queued.
+        self._plain: list[torch.Tensor] | None = [t if _is_words(t) else words_of(bytes_of(t)) for t in tensors]
+        num_bytes = torch.tensor([tensor.nbytes for tensor in tensors])
+        num_words = -(-num_bytes // 4)
+        num_programs = -(-num_words // WORDS_PER_PROGRAM)
+        addresses = torch.tensor([tensor.data_ptr() for tensor in self._plain])
+        last_program = num_programs.cumsum(0)
+        owners = torch.arange(len(tensors)).repeat_interleave(num_programs)
+        parts = [addresses, num_words, last_program - num_programs, num_bytes, owners]
+        self._sizes = [part.numel() for part in parts]
+        self._table = torch.cat(parts)
+        self.place = torch.empty_like(self._table, device=tensors[0].device) if place is None else place
+        if self.place.shape != self._table.shape:
+            raise ValueError(f"a table of {self._table.numel()} numbers does not fit a place for {self.place.numel()}")
+
+    def send_table(self) -> None:
+        self.place.copy_(self._table)
+
+    def run(self) -> torch.Tensor:
+        """Queue the work, once; returns the sums."""
+        from mok.kernels.digest import mix_words
+
+        addresses, num_words, first_program, num_bytes, owners = self.place.split(self._sizes)
+        # The length is added because zero padding would hide it.
+        sums = num_bytes.unsqueeze(1).repeat(1, 2)
+        if owners.numel():
+            mix_words[(owners.numel(),)](addresses, num_words, first_program, owners, sums, BLOCK=WORDS_PER_PROGRAM)
+        self._plain = None
+        return sums
 
 
 def _is_words(tensor: torch.Tensor) -> bool:
@@ -144,26 +218,20 @@ def _is_words(tensor: torch.Tensor) -> bool:
 
 
 def mix128_torch(content: torch.Tensor) -> torch.Tensor:
-    """uint8 [n] -> int64 [2]: s_k = n + sum over words i of mix(i * 2^32 + word_i + increment_k), modulo 2^64.
+    """uint8 [n] -> int64 [2]: n + the sums over all words of y_i and of z_i, modulo 2^64. Words are 32 bits; with
+    x_i = i * 2^32 + word_i + INCREMENT, y_i = x_i after two rounds, z_i = y_i after the third.
 
-    mix(z): z = (z ^ z >> 30) * MULTIPLIER_1; z = (z ^ z >> 27) * MULTIPLIER_2; z ^ z >> 31, shifts without sign.
+    Round k: z = (z ^ z >> 32) * MULTIPLIERS[k], the shift without sign.
     """
     words = words_of(content)
     position = torch.arange(words.numel(), dtype=torch.int64, device=content.device)
-    keyed = (position << 32) + (words.to(torch.int64) & 0xFFFFFFFF)
+    mixed = [(position << 32) + (words.to(torch.int64) & 0xFFFFFFFF) + signed(INCREMENT)]
+    for multiplier in MULTIPLIERS:
+        z = mixed[-1]
+        # torch's shift of int64 repeats the sign bit.
+        mixed.append((z ^ (z >> 32 & 0xFFFFFFFF)) * signed(multiplier))
     # The length is added because zero padding would hide it.
-    return torch.stack([mix(keyed + signed(increment)).sum() for increment in INCREMENTS]) + content.numel()
-
-
-def mix(z: torch.Tensor) -> torch.Tensor:
-    z = (z ^ shift_right(z, 30)) * signed(MULTIPLIER_1)
-    z = (z ^ shift_right(z, 27)) * signed(MULTIPLIER_2)
-    return z ^ shift_right(z, 31)
-
-
-def shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Shift without sign: torch's int64 shift repeats the sign bit."""
-    return (z >> bits) & ((1 << (64 - bits)) - 1)
+    return torch.stack([mixed[2].sum(), mixed[3].sum()]) + content.numel()
 
 
 def signed(constant: int) -> int:

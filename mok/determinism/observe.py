@@ -33,6 +33,13 @@ class StepObserver:
             if recorder.wants_activations:
                 block.register_forward_hook(self._activation_hook(name))
 
+    @property
+    def can_be_recorded(self) -> bool:
+        return self._recorder.can_be_recorded
+
+    def recorded(self) -> None:
+        self._recorder.recorded()
+
     def begin(self, step: int) -> None:
         self._recorder.begin(step)
         # Nothing may draw from the global generator: ranks and calls would show.
@@ -40,41 +47,41 @@ class StepObserver:
 
     def call(self, call: Call, inputs: Tensor, targets: Tensor) -> None:
         self._slices = call.slices
-        self._see("data", "tokens", inputs)
-        self._see("data", "targets", targets)
+        self._see("data", tokens=inputs, targets=targets)
 
     def losses(self, losses_S: Tensor) -> None:
         """The forward of the call is over: from here on, blocks that run again (recomputation) are not recorded."""
-        self._see("forward", "loss", losses_S)
+        self._see("forward", loss=losses_S)
         self._slices = ()
 
-    def reduced(self, gradients: Mapping[str, Tensor], report: Any) -> None:
-        for layer, counts in enumerate(report.counts_LE):
-            self._recorder.see("router", f"counts of MoE layer {layer}", torch.tensor(counts))
-        self._recorder.see("forward", "loss", torch.tensor(report.loss, dtype=torch.float64))
+    def reduced(self, gradients: Mapping[str, Tensor]) -> None:
         self._recorder.see_all("reduce", gradients)
-        self._recorder.see("reduce", "gradient norm", torch.tensor(report.grad_norm, dtype=torch.float64))
 
     def updated(self, tensors: Mapping[str, Tensor]) -> None:
         self._recorder.see_all("optimizer", tensors)
+
+    def end(self, report: Any) -> None:
+        for layer, counts in enumerate(report.counts_LE):
+            self._recorder.see("router", f"counts of MoE layer {layer}", torch.tensor(counts))
+        self._recorder.see("forward", "loss", torch.tensor(report.loss, dtype=torch.float64))
+        self._recorder.see("reduce", "gradient norm", torch.tensor(report.grad_norm, dtype=torch.float64))
         self._recorder.end()
 
-    def _see(self, phase: str, name: str, values: Tensor) -> None:
-        """Record each of this call's slices of `values`, whose first dim holds them one after the other."""
-        parts = zip(self._slices, values.chunk(len(self._slices)), strict=True)
-        self._recorder.see_all(phase, {f"{name}[slice {index}]": part for index, part in parts})
+    def _see(self, phase: str, **tensors: Tensor) -> None:
+        """Record each of this call's slices of `tensors`, whose first dim holds them one after the other."""
+        parts = {name: zip(self._slices, values.chunk(len(self._slices)), strict=True) for name, values in tensors.items()}
+        self._recorder.see_all(phase, {f"{name}[slice {i}]": part for name, slices in parts.items() for i, part in slices})
 
     def _routes_hook(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, routes: Any) -> None:
             if self._slices:
-                self._see("router", f"{name} expert ids", routes.expert_ids_TK)
-                self._see("router", f"{name} weights", routes.weights_TK)
+                self._see("router", **{f"{name} expert ids": routes.expert_ids_TK, f"{name} weights": routes.weights_TK})
 
         return hook
 
     def _activation_hook(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, outputs: Any) -> None:
             if self._slices:
-                self._see("forward", name, outputs[0])
+                self._see("forward", **{name: outputs[0]})
 
         return hook

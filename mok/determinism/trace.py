@@ -111,12 +111,23 @@ class Recorder:
         self.trace = Trace()
         self.wants_activations = activations
         self._sink, self._rank, self._watchers, self._checks = sink, rank, tuple(watchers), tuple(checks)
-        self._digester = Digester()
+        self._digesters = {phase: Digester() for phase in PHASES}
+        self._open = False
         self.step = 0
 
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether `see` may be called while a CUDA graph is recorded, whose replays then see the same tensors again."""
+        return not self._watchers and not self._checks
+
     def begin(self, step: int) -> None:
-        """The tensors that follow belong to `step`."""
-        self.step = step
+        """The tensors that follow, and those that a graph of the step replays, belong to `step`."""
+        self.step, self._open = step, True
+
+    def recorded(self) -> None:
+        """A graph that calls `see` is recorded; to be called before its first replay."""
+        for digester in self._digesters.values():
+            digester.recorded()
 
     def see(self, phase: str, name: str, tensor: torch.Tensor) -> None:
         """Record what `tensor` holds now."""
@@ -131,21 +142,20 @@ class Recorder:
             for name, tensor in tensors.items():
                 for watcher in self._watchers:
                     watcher(Key(self.step, phase, name), tensor)
-        labelled = {f"{phase}/{name}": tensor for name, tensor in tensors.items()}
-        self._digester.add(labelled)
+        self._digesters[phase].add(tensors)
         if self._checks:
-            digests = self._digester.known()
-            for name, (label, tensor) in zip(tensors, labelled.items(), strict=True):
+            digests = self._digesters[phase].known()
+            for name, tensor in tensors.items():
                 for check in self._checks:
-                    check(Key(self.step, phase, name), tensor, digests[label])
+                    check(Key(self.step, phase, name), tensor, digests[name])
 
     def end(self) -> None:
-        """Close the step: collect its digests and keep or write them. Nothing is written if nothing was seen."""
-        by_phase: dict[str, dict[str, str]] = {}
-        for label, digest in self._digester.finish().items():
-            phase, _, name = label.partition("/")
-            by_phase.setdefault(phase, {})[name] = digest
-        num_bytes, self._digester.num_bytes = self._digester.num_bytes, 0
+        """Close the step, if one is open: collect its digests and keep or write them, if anything was seen."""
+        if not self._open:
+            return
+        self._open = False
+        num_bytes = sum(digester.num_bytes for digester in self._digesters.values())
+        by_phase = {phase: found for phase, digester in self._digesters.items() if (found := digester.finish())}
         if not by_phase:
             return
         if self._sink is not None:

@@ -27,7 +27,18 @@ from mok.errors import UsageError
 from mok.launch.config import DeviceFacts, KernelConfig, bad_settings
 from mok.shapes import LayerShape
 
-__all__ = ["TABLES", "Row", "Table", "choose_config", "dump_table", "nearest_row", "read_table", "table_name", "table_of"]
+__all__ = [
+    "TABLES",
+    "Row",
+    "Table",
+    "choose_config",
+    "config_of",
+    "dump_table",
+    "nearest_row",
+    "read_table",
+    "table_name",
+    "table_of",
+]
 
 TABLES = Path(__file__).parent / "tables"
 
@@ -168,6 +179,15 @@ def read_row(where: str, entry: Any, problems: list[str]) -> Row | None:
     settings = build(KernelConfig, f"{where} settings", entry["settings"], problems)
     problems += [f"{where} settings: {problem}" for problem in bad_settings(settings)]
     return Row(**(values | {"settings": settings}))
+
+
+def config_of(settings: Mapping[str, Any]) -> KernelConfig:
+    """The defaults with `settings`, written as in a table. Raises UsageError with every problem."""
+    problems: list[str] = []
+    config = build(KernelConfig, "settings", settings, problems)
+    if problems or (problems := bad_settings(config)):
+        raise UsageError("; ".join(problems))
+    return config
 
 
 def build(kind: type, where: str, values: Mapping[str, Any], problems: list[str]) -> Any:

@@ -271,12 +271,12 @@ class Attention(nn.Module):
             self.w_q_norm = nn.Parameter(torch.ones(q_size, **empty))
             self.w_k_norm = nn.Parameter(torch.ones(k_size, **empty))
 
-    def forward(self, x_TH: Tensor, batch: int, rotary: Rotary) -> Tensor:
-        """[T, H] to [T, H]; the T tokens are `batch` sequences one after the other."""
+    def forward(self, x_TH: Tensor, batch: int, rotary: Rotary, slices: int = 1) -> Tensor:
+        """[T, H] to [T, H]; the T tokens are `batch` sequences one after the other, of `slices` slices."""
         config = self.config
-        heads_BSXD = linear(x_TH, self.w_qkv, self.b_qkv).view(batch, x_TH.shape[0] // batch, -1, config.head_dim)
+        heads_BSXD = linear(x_TH, self.w_qkv, self.b_qkv, slices).view(batch, x_TH.shape[0] // batch, -1, config.head_dim)
         attend = _HeadsOnGpu if _has_fused_attention(heads_BSXD) else _Heads
         out_BSAD = attend.apply(
             heads_BSXD, self.w_q_norm, self.w_k_norm, config.qk_norm, config.num_heads, config.norm_eps, rotary
         )
-        return linear(out_BSAD.reshape(x_TH.shape[0], -1), self.w_o)
+        return linear(out_BSAD.reshape(x_TH.shape[0], -1), self.w_o, slices=slices)

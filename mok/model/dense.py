@@ -43,5 +43,6 @@ class DenseMLP(nn.Module):
         self.w_gate_up = nn.Parameter(torch.empty(2 * intermediate_size, hidden_size, device=device, dtype=dtype))
         self.w_down = nn.Parameter(torch.empty(hidden_size, intermediate_size, device=device, dtype=dtype))
 
-    def forward(self, x_TH: Tensor) -> Tensor:
-        return linear(_SwiGLU.apply(linear(x_TH, self.w_gate_up)), self.w_down)
+    def forward(self, x_TH: Tensor, slices: int = 1) -> Tensor:
+        """[T, H] to [T, H], of the tokens of `slices` slices."""
+        return linear(_SwiGLU.apply(linear(x_TH, self.w_gate_up, slices=slices)), self.w_down, slices=slices)

@@ -20,9 +20,18 @@ from mok.gradients import GEMM_MULTIPLE, add_gradient, add_product, slices_of
 __all__ = ["embedding", "linear", "matmul_rows"]
 
 
-def matmul_rows(x_TC: Tensor, w_CN: Tensor) -> Tensor:
-    """x @ w whose rows do not depend on how many there are; N must be a multiple of 16."""
+def matmul_rows(x_TC: Tensor, w_CN: Tensor, slices: int = 1) -> Tensor:
+    """x @ w whose rows do not depend on how many slices there are; N must be a multiple of 16.
+
+    On a CPU a row depends on itself alone. On a GPU the library chooses its kernel by the number of rows, so each slice is a
+    product of its own, of a shape that no layout changes.
+    """
     tokens = x_TC.shape[0]
+    if x_TC.is_cuda and slices > 1:
+        y_TN = x_TC.new_empty(tokens, w_CN.shape[1])
+        for rows, out in zip(x_TC.chunk(slices), y_TN.chunk(slices), strict=True):
+            torch.mm(rows, w_CN, out=out)
+        return y_TN
     padding = -tokens % GEMM_MULTIPLE
     if padding == 0:
         return x_TC @ w_CN
@@ -31,29 +40,29 @@ def matmul_rows(x_TC: Tensor, w_CN: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, w_NK: Tensor, b_N: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x_TK: Tensor, w_NK: Tensor, b_N: Tensor | None, slices: int) -> Tensor:
         ctx.save_for_backward(x_TK, w_NK)
-        ctx.parameters = w_NK, b_N
-        y_TN = matmul_rows(x_TK, w_NK.t())
+        ctx.parameters, ctx.slices = (w_NK, b_N), slices
+        y_TN = matmul_rows(x_TK, w_NK.t(), slices)
         return y_TN if b_N is None else y_TN.add_(b_N)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         x_TK, w_NK = ctx.saved_tensors
         weight, bias = ctx.parameters
-        dx_TK = matmul_rows(dy_TN, w_NK) if ctx.needs_input_grad[0] else None
+        dx_TK = matmul_rows(dy_TN, w_NK, ctx.slices) if ctx.needs_input_grad[0] else None
         dw_NK = add_product(weight, dy_TN, x_TK) if ctx.needs_input_grad[1] else None
         db_N = None
         if ctx.needs_input_grad[2]:
             dy_CsN = dy_TN.view(slices_of(bias), -1, dy_TN.shape[1])
             db_N = add_gradient(bias, dy_CsN.sum(1, dtype=torch.promote_types(dy_TN.dtype, torch.float32)))
-        return dx_TK, dw_NK, db_N
+        return dx_TK, dw_NK, db_N, None
 
 
-def linear(x_TK: Tensor, w_NK: Tensor, b_N: Tensor | None = None) -> Tensor:
-    """x w^T + b for each row of x: [T, K] to [T, N]. N and K are multiples of 16, T is free."""
-    return _Linear.apply(x_TK, w_NK, b_N)
+def linear(x_TK: Tensor, w_NK: Tensor, b_N: Tensor | None = None, slices: int = 1) -> Tensor:
+    """x w^T + b for each row of x: [T, K] to [T, N]. N and K are multiples of 16, T is that of `slices` slices."""
+    return _Linear.apply(x_TK, w_NK, b_N, slices)
 
 
 class _Embedding(torch.autograd.Function):

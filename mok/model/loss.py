@@ -20,9 +20,9 @@ IGNORED = -100
 """Targets with this value count nowhere: neither in the loss nor in what it is divided by."""
 
 
-def _shifted_logits(hidden_TH: Tensor, w_VH: Tensor, vocab_size: int) -> Tensor:
+def _shifted_logits(hidden_TH: Tensor, w_VH: Tensor, vocab_size: int, slices: int) -> Tensor:
     """fp32 logits minus their row's maximum, -inf in the columns behind `vocab_size`: [T, V]."""
-    logits_TV = matmul_rows(hidden_TH, w_VH.t())
+    logits_TV = matmul_rows(hidden_TH, w_VH.t(), slices)
     logits_TV = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
     logits_TV[:, vocab_size:] = float("-inf")
     return logits_TV.sub_(logits_TV.amax(-1, keepdim=True))
@@ -35,42 +35,43 @@ def _token_losses(logits_TV: Tensor, sums_T1: Tensor, targets_T: Tensor) -> Tens
 
 
 @torch.no_grad()
-def head_loss(hidden_TH: Tensor, w_VH: Tensor, vocab_size: int, targets_T: Tensor) -> Tensor:
+def head_loss(hidden_TH: Tensor, w_VH: Tensor, vocab_size: int, targets_T: Tensor, slices: int = 1) -> Tensor:
     """Cross-entropy of each token, fp32 [T]; 0 where the target is ignored. See `head_loss_and_gradient`."""
     if has_kernels(hidden_TH):
         from mok.launch.dense import cross_entropy
 
-        return cross_entropy(matmul_rows(hidden_TH, w_VH.t()), vocab_size, targets_T, IGNORED, None)
-    logits_TV = _shifted_logits(hidden_TH, w_VH, vocab_size)
+        return cross_entropy(matmul_rows(hidden_TH, w_VH.t(), slices), vocab_size, targets_T, IGNORED, None)
+    logits_TV = _shifted_logits(hidden_TH, w_VH, vocab_size, slices)
     return _token_losses(logits_TV, logits_TV.exp().sum(-1, keepdim=True), targets_T)
 
 
 @torch.no_grad()
 def head_loss_and_gradient(
-    hidden_TH: Tensor, w_VH: Tensor, vocab_size: int, targets_T: Tensor, scale: Tensor
+    hidden_TH: Tensor, w_VH: Tensor, vocab_size: int, targets_T: Tensor, scale: Tensor, slices: int = 1
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Cross-entropy of each token, the gradient of `scale` times their sum, and that of the weight if it has no sink.
 
     hidden_TH: output of the decoder. w_VH: head, V a multiple of 16 of which the first `vocab_size` rows mean something.
-    targets_T: int64, `IGNORED` for none. scale: float64, one number on their device. Returns (fp32 [T], dhidden_TH, dw_VH or
-    None). A weight with a `grad_sink` gives its gradient there, slice by slice; a frozen one gives none.
+    targets_T: int64, `IGNORED` for none. scale: float64, one number on their device. slices: the T tokens are those of so many.
+    Returns (fp32 [T], dhidden_TH, dw_VH or None). A weight with a `grad_sink` gives its gradient there, slice by slice; one
+    that is frozen gives none.
     """
     if has_kernels(hidden_TH):
         from mok.launch.dense import cross_entropy
 
-        dlogits_TV = matmul_rows(hidden_TH, w_VH.t())
+        dlogits_TV = matmul_rows(hidden_TH, w_VH.t(), slices)
         losses_T = cross_entropy(dlogits_TV, vocab_size, targets_T, IGNORED, scale)
     else:
-        losses_T, dlogits_TV = _losses_and_gradient(hidden_TH, w_VH, vocab_size, targets_T, scale)
+        losses_T, dlogits_TV = _losses_and_gradient(hidden_TH, w_VH, vocab_size, targets_T, scale, slices)
     dw_VH = add_product(w_VH, dlogits_TV, hidden_TH)
-    return losses_T, matmul_rows(dlogits_TV, w_VH), dw_VH
+    return losses_T, matmul_rows(dlogits_TV, w_VH, slices), dw_VH
 
 
 def _losses_and_gradient(
-    hidden_TH: Tensor, w_VH: Tensor, vocab_size: int, targets_T: Tensor, scale: Tensor
+    hidden_TH: Tensor, w_VH: Tensor, vocab_size: int, targets_T: Tensor, scale: Tensor, slices: int
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token, fp32 [T], and the gradient of the logits, [T, V] in the dtype of `hidden_TH`."""
-    logits_TV = _shifted_logits(hidden_TH, w_VH, vocab_size)
+    logits_TV = _shifted_logits(hidden_TH, w_VH, vocab_size, slices)
     safe_T1 = targets_T.clamp(min=0).unsqueeze(1)
     chosen_T1 = logits_TV.gather(1, safe_T1)
     probabilities_TV = logits_TV.exp_()

@@ -200,8 +200,11 @@ class _RouterLinear(torch.autograd.Function):
     def forward(ctx: Any, x_TH: Tensor, w_EH: Tensor) -> Tensor:
         ctx.save_for_backward(x_TH, w_EH)
         ctx.parameter = w_EH
-        if _on_tensor_cores(x_TH, w_EH):
-            return torch.mm(x_TH, w_EH.t(), out_dtype=torch.float32)
+        if _by_kernel(x_TH, w_EH):
+            from mok.launch.product import product_of_rows
+
+            x, w = _operands(x_TH, w_EH.t())
+            return product_of_rows(x, w, torch.float32)
         rows, columns, inner = -x_TH.shape[0] % GEMM_MULTIPLE, -w_EH.shape[0] % GEMM_MULTIPLE, -x_TH.shape[1] % GEMM_MULTIPLE
         x = F.pad(_wide(x_TH), (0, inner, 0, rows)) if rows or inner else _wide(x_TH)
         w = F.pad(_wide(w_EH), (0, inner, 0, columns)) if columns or inner else _wide(w_EH)
@@ -212,27 +215,39 @@ class _RouterLinear(torch.autograd.Function):
     def backward(ctx: Any, dlogits_TE: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x_TH, w_EH = ctx.saved_tensors
         dx_TH = dw_EH = None
-        if _on_tensor_cores(x_TH, w_EH):
-            parts_TX = _three_parts(dlogits_TE)
-            if ctx.needs_input_grad[0]:
-                dx_TH = torch.mm(parts_TX, w_EH.repeat(3, 1))
-            if ctx.needs_input_grad[1]:
-                dw_EH = add_gradient(ctx.parameter, _sum_of_products(parts_TX, x_TH, slices_of(ctx.parameter)))
-            return dx_TH, dw_EH
-        if ctx.needs_input_grad[0]:
-            rows, columns = -x_TH.shape[0] % GEMM_MULTIPLE, -x_TH.shape[1] % GEMM_MULTIPLE
+        parts_TX = _three_parts(dlogits_TE) if _in_parts(x_TH, w_EH) else None
+        if ctx.needs_input_grad[0] and _by_kernel(x_TH, w_EH):
+            from mok.launch.product import product_of_rows
+
+            rows, weights = _operands(dlogits_TE, w_EH) if parts_TX is None else (parts_TX, w_EH.repeat(3, 1))
+            dx_TH = product_of_rows(rows, weights, x_TH.dtype)
+        elif ctx.needs_input_grad[0]:
+            tokens, columns = -x_TH.shape[0] % GEMM_MULTIPLE, -x_TH.shape[1] % GEMM_MULTIPLE
             w = F.pad(_wide(w_EH), (0, columns)) if columns else _wide(w_EH)
-            dlogits = F.pad(dlogits_TE, (0, 0, 0, rows)) if rows else dlogits_TE
+            dlogits = F.pad(dlogits_TE, (0, 0, 0, tokens)) if tokens else dlogits_TE
             dx_TH = torch.mm(dlogits, w)[: x_TH.shape[0], : x_TH.shape[1]].to(x_TH.dtype)
         if ctx.needs_input_grad[1]:
-            dw_EH = add_product(ctx.parameter, dlogits_TE, _wide(x_TH))
+            if parts_TX is not None:
+                dw_EH = add_gradient(ctx.parameter, _sum_of_products(parts_TX, x_TH, slices_of(ctx.parameter)))
+            else:
+                dw_EH = add_product(ctx.parameter, dlogits_TE, _wide(x_TH))
         return dx_TH, dw_EH
 
 
-def _on_tensor_cores(x_TH: Tensor, w_EH: Tensor) -> bool:
-    """Whether products take bf16 operands: those of bf16 are exact in fp32, and the tensor cores of a GPU add them there."""
+def _by_kernel(x_TH: Tensor, w_EH: Tensor) -> bool:
+    """Whether `mok/launch/product.py` makes the products: what a library does on a GPU depends on the number of rows."""
+    return x_TH.is_cuda and torch.float64 not in (x_TH.dtype, w_EH.dtype)
+
+
+def _in_parts(x_TH: Tensor, w_EH: Tensor) -> bool:
+    """Whether fp32 gradients of logits meet bf16 as three bf16 parts, in sizes that the tensor cores take."""
     both_bf16 = x_TH.dtype == w_EH.dtype == torch.bfloat16
     return x_TH.is_cuda and both_bf16 and w_EH.shape[0] % GEMM_MULTIPLE == 0 and x_TH.shape[1] % GEMM_MULTIPLE == 0
+
+
+def _operands(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as they are if they are bf16, whose products are exact in fp32 and made by tensor cores; else both in fp32."""
+    return (x, w) if x.dtype == w.dtype == torch.bfloat16 else (x.float(), w.float())
 
 
 def _three_parts(values_TE: Tensor) -> Tensor:

@@ -150,7 +150,7 @@ class Run:
             ) from error
         if report.tokens == 0:
             self.say(f"warning: step {state.step} has no valid target and was skipped")
-        elif self.recipe.train.cuda_graph and self._graph is None and self.observer is None and can_record(state):
+        elif self.recipe.train.cuda_graph and self._graph is None and can_record(state, self.observer):
             self._graph = StepGraph()
             self.say("note: steps are recorded as a CUDA graph and replayed from here on")
         return report

@@ -99,7 +99,17 @@ class StepResults:
 
 
 class Observer(Protocol):
-    """Sees what a step computes, in order. Whatever it is given must not be changed or kept."""
+    """Sees what a step computes, in order. Whatever it is given must not be changed or kept.
+
+    can_be_recorded: whether the calls between `begin` and `end` may happen while a CUDA graph of the step is recorded, and not
+    when it is replayed.
+    """
+
+    @property
+    def can_be_recorded(self) -> bool: ...
+
+    def recorded(self) -> None:
+        """The graph is recorded; replays follow, each between `begin` and `end`."""
 
     def begin(self, step: int) -> None: ...
 
@@ -109,11 +119,14 @@ class Observer(Protocol):
     def losses(self, losses_C: Tensor) -> None:
         """The forward of the call is over: the sum of the token losses of each slice."""
 
-    def reduced(self, gradients: Mapping[str, Tensor], report: StepReport) -> None:
+    def reduced(self, gradients: Mapping[str, Tensor]) -> None:
         """The gradients of the step are complete, not clipped yet."""
 
     def updated(self, tensors: Mapping[str, Tensor]) -> None:
         """The optimizer is done."""
+
+    def end(self, report: StepReport) -> None:
+        """The step was waited for, and counts."""
 
 
 class StepGraph:
@@ -128,12 +141,15 @@ class StepGraph:
         self._inputs: StepInputs
         self._results: StepResults
 
-    def queue(self, state: TrainState, inputs: StepInputs) -> StepResults:
-        """Compute the step, recording it the first time; the results are overwritten by the next."""
+    def queue(self, state: TrainState, inputs: StepInputs, observer: Observer | None = None) -> StepResults:
+        """Compute the step, recording it the first time, always with the same observer; the results are overwritten by the
+        next."""
         if self._graph is None:
             self._inputs, self._graph = inputs, torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
-                self._results = queue_step(state, inputs)
+                self._results = queue_step(state, inputs, observer)
+            if observer is not None:
+                observer.recorded()
         new = (inputs.numbers, *(values for call in inputs.calls for values in call))
         old = (self._inputs.numbers, *(values for call in self._inputs.calls for values in call))
         for place, values in zip(old, new, strict=True):
@@ -142,9 +158,11 @@ class StepGraph:
         return self._results
 
 
-def can_record(state: TrainState) -> bool:
-    """Whether nothing in a step waits for the host: one rank on a GPU, experts planned on the device."""
+def can_record(state: TrainState, observer: Observer | None = None) -> bool:
+    """Whether nothing in a step needs the host: one rank on a GPU, experts planned on the device."""
     if state.device.type != "cuda" or state.ranks.layout.world_size > 1:
+        return False
+    if observer is not None and not observer.can_be_recorded:
         return False
     slices = len(state.calls[0].slices)
     tokens = slices * state.ranks.layout.grid.slice_sequences * state.recipe.train.sequence_length
@@ -160,10 +178,12 @@ def train_step(
     if inputs is None:
         state.step, state.samples = state.step + 1, state.samples + state.recipe.train.batch_size
         return StepReport(0.0, None, None, 0.0, learning_rate(state.recipe.optim, state.step, state.recipe.train.steps), 0, ())
-    results = queue_step(state, inputs, observer) if graph is None else graph.queue(state, inputs)
-    report = finish_step(state, inputs, results)
     if observer is not None:
-        observer.updated(state.tensors())
+        observer.begin(inputs.step)
+    queue = queue_step if graph is None else graph.queue
+    report = finish_step(state, inputs, queue(state, inputs, observer))
+    if observer is not None:
+        observer.end(report)
     return report
 
 
@@ -182,23 +202,20 @@ def begin_step(state: TrainState, batches: Batches) -> StepInputs | None:
 
 
 def queue_step(state: TrainState, inputs: StepInputs, observer: Observer | None = None) -> StepResults:
-    """Compute the step. With backends that plan on the device and without an observer nothing here waits for a GPU, so that a
-    CUDA graph can record it."""
+    """Compute the step. With backends that plan on the device nothing here waits for a GPU: a CUDA graph can record it."""
     recipe, model, store = state.recipe, state.model, state.store
     num_slices = state.ranks.layout.grid.num_slices
     left: dict[str, list[Tensor]] = {"losses": [], "balance": [], "z": [], "counts": []}
     store.begin_step()
     state.ranks.enter("layers")
-    if observer is not None:
-        observer.begin(inputs.step)
-    model.weights_changed()  # an observer may plant a fault in them
+    model.weights_changed()  # an observer may have planted a fault in them
     for call, (ids, targets) in zip(state.calls, inputs.calls, strict=True):
         store.begin_call(call)
         if observer is not None:
             observer.call(call, ids, targets)
         hidden_TH, stats = model(ids, call.grid)
         losses_T, dhidden_TH, _ = head_loss_and_gradient(
-            hidden_TH.detach(), model.w_head, model.vocab_size, targets.view(-1), inputs.numbers[0]
+            hidden_TH.detach(), model.w_head, model.vocab_size, targets.view(-1), inputs.numbers[0], len(call.slices)
         )
         left["losses"].append(losses_T.view(len(call.slices), -1).sum(1))
         if observer is not None:
@@ -222,7 +239,7 @@ def queue_step(state: TrainState, inputs: StepInputs, observer: Observer | None 
     state.clear_frozen_gradients()
     results = _gather_results(state, left)
     if observer is not None:
-        observer.reduced(state.gradients(), _report(state, inputs, results.cpu()))
+        observer.reduced(state.gradients())
     state.ranks.enter("optimizer")
     fine = results.grad_norm.isfinite() & results.part("losses").sum().isfinite() & ~results.part("problems").any()
     clip = recipe.optim.clip_norm
@@ -235,6 +252,8 @@ def queue_step(state: TrainState, inputs: StepInputs, observer: Observer | None 
         counts_LE = results.part("counts").sum(0).long().view(len(model.moe_layers), recipe.moe.num_experts)
         for layer, counts_E in zip(model.moe_layers, counts_LE, strict=True):
             layer.router.update_bias(counts_E, rate)
+    if observer is not None:
+        observer.updated(state.tensors())
     return results
 
 
@@ -318,7 +337,8 @@ def evaluate(state: TrainState, batches: Batches, num_batches: int) -> tuple[flo
         for call in state.calls:
             inputs, targets = batches.of(index * batches.grid.sequences, call)
             hidden_TH, _ = state.model(send(inputs, state.device), call.grid)
-            losses_T = head_loss(hidden_TH, state.model.w_head, state.model.vocab_size, send(targets, state.device).view(-1))
+            there = send(targets, state.device).view(-1)
+            losses_T = head_loss(hidden_TH, state.model.w_head, state.model.vocab_size, there, len(call.slices))
             losses += losses_T.view(len(call.slices), -1).sum(1).tolist()
             kept.append(targets[targets != IGNORED])
     check_status(state.device)

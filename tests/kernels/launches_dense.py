@@ -1,11 +1,11 @@
-"""Every launch of `mok/launch/dense.py`, `mok/launch/optimizer.py` and `mok/launch/router.py` once, on small CPU tensors, for
+"""Every launch of `mok/launch/dense.py`, `optimizer.py`, `product.py` and `router.py` once, on small CPU tensors, for
 `cross_compile`."""
 
 from __future__ import annotations
 
 import torch
 
-from mok.launch import dense, optimizer, router
+from mok.launch import dense, optimizer, product, router
 
 TOKENS, HIDDEN, HEADS, DIM, VOCABULARY = 64, 2048, 16, 128, 50304
 
@@ -33,3 +33,7 @@ def launch_all(arch: int) -> None:
     common = {"softmax": True, "normalize": True, "scaling": 1.0}
     ids, _, totals, lse, _ = router.route(scores, None, targets > 0, 1, top_k=8, epsilon=0.0, **common)
     router.route_backward(scores, ids, totals, lse, weights, scores[:1], lse[:1], 1, **common)
+    for dtype, result in ((torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)):
+        for width in (64, 1024):
+            product.product_of_rows(x.to(dtype), torch.zeros(width, HIDDEN, dtype=dtype).t(), result)
+            product.product_of_rows(x.to(dtype), torch.zeros(HIDDEN, width, dtype=dtype), result)

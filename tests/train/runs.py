@@ -77,10 +77,12 @@ class At:
     def __init__(self, step: int, action: Callable[[], object]) -> None:
         self.step, self.action = step, action
 
+    can_be_recorded = False
+
     def begin(self, step: int) -> None:
         if step == self.step:
             self.action()
 
     def call(self, *_: object) -> None: ...
 
-    losses = reduced = updated = call
+    recorded = losses = reduced = updated = end = call

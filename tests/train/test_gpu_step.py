@@ -11,11 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from mok.determinism.observe import StepObserver
+from mok.determinism.trace import PHASES, Key, Recorder, first_divergence
 from mok.errors import NonFiniteError, RunError
 from mok.grid import Grid, Layout
 from mok.launch.status import status_word
 from mok.recipe import load
 from mok.train.batches import Batches
+from mok.train.device import prepare_device
 from mok.train.ranks import OneRank
 from mok.train.state import TrainState
 from mok.train.step import StepGraph, StepReport, begin_step, can_record, finish_step, queue_step, train_step
@@ -54,9 +57,11 @@ def fresh(folder: Path, backend: str, *overrides: str) -> tuple[TrainState, Batc
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "mega" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the megakernel runs on sm_90")
-    torch.use_deterministic_algorithms(True)
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    prepare_device(CUDA)  # as a run does
     yield request.param
     torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def test_nobody_waits_for_the_device_in_a_step(tmp_path: Path, backend: str) -> None:
@@ -101,3 +106,31 @@ def test_a_replayed_graph_of_a_step_has_the_bits_of_the_step(tmp_path: Path, bac
     assert state.state_sha256() == eager.state_sha256()
     assert replay() == train_step(eager, batches)
     assert state.state_sha256() == eager.state_sha256()
+
+
+def test_a_replayed_graph_records_what_the_step_records(tmp_path: Path, backend: str) -> None:
+    """Digests of every call's routes, of gradients, weights and optimizer states, and of blocks: taken inside the graph."""
+    overrides = ("distributed.lanes=2", "distributed.slices=2")  # two calls
+    traces = []
+    for graph in (None, StepGraph()):
+        state, batches = fresh(tmp_path, backend, *overrides)
+        recorder = Recorder(activations=True)
+        observer = StepObserver(recorder, state.model)
+        assert can_record(state, observer)
+        for step in range(3):
+            train_step(state, batches, observer, graph if step else None)
+        traces.append(recorder.trace)
+    eager, replayed = traces
+    assert len(eager.records) > 3 * 50 and first_divergence(eager, replayed) is None
+    assert list(eager.records) == list(replayed.records) and eager.num_bytes == replayed.num_bytes
+    phases = {(key.phase, key.step) for key in replayed.records}
+    assert phases == {(phase, step) for phase in PHASES if phase != "backward" for step in (1, 2, 3)}
+    changing = {key.name for key in replayed.records if key.phase == "optimizer" and "proj" in key.name}
+    for name in changing:
+        assert len({replayed.records[Key(step, "optimizer", name)] for step in (1, 2, 3)}) == 3, name
+
+
+def test_an_observer_that_needs_the_host_is_not_recorded(tmp_path: Path) -> None:
+    state, _ = fresh(tmp_path, "staged")
+    observer = StepObserver(Recorder(watchers=[lambda key, tensor: None]), state.model)
+    assert can_record(state) and not can_record(state, observer)

@@ -70,3 +70,26 @@ def test_gpu_digest_equals_its_torch_description() -> None:
     contents = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (100_003, 0, 64)]
     expected = torch.stack([mix128_torch(content) for content in contents])
     assert torch.equal(mix128([content.cuda() for content in contents]).cpu(), expected)
+
+
+def test_a_table_is_used_again_for_tensors_of_the_same_sizes_only() -> None:
+    """As a replayed graph does: the table is written anew, the work is queued as before."""
+    program = """
+import torch
+from mok.determinism.digest import Mixer, mix128
+first, second, other = torch.arange(4100), torch.arange(4100) + 1, torch.arange(3)
+mixer = Mixer([first, other])
+mixer.send_table()
+before = mixer.run()
+again = Mixer([second, other], mixer.place)
+again.send_table()
+assert again.run().tolist() == mix128([second, other]).tolist() and before.tolist() == mix128([first, other]).tolist()
+try:
+    Mixer([other, first], mixer.place)
+    Mixer([other], mixer.place)
+except ValueError as error:
+    print(error)
+"""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    found = subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120, capture_output=True)
+    assert b"does not fit a place for" in found.stdout

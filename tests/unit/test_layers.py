@@ -151,3 +151,22 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_threads(threads: int) ->
             assert torch.equal(linear(x[5 : 5 + tokens], w), together[1][5 : 5 + tokens])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_a_slice_has_the_same_bits_in_longer_calls(dtype: torch.dtype) -> None:
+    """Sizes for which one product over all rows has other bits, at least in fp32 on an H200."""
+    x, w = torch.randn(8 * 512, 768, device="cuda", dtype=dtype), torch.randn(1280, 768, device="cuda", dtype=dtype)
+    targets, scale = (
+        torch.zeros(8 * 512, device="cuda", dtype=torch.int64),
+        torch.tensor(0.5, device="cuda", dtype=torch.float64),
+    )
+    together = linear(x, w, slices=8)
+    losses, dhidden, _ = head_loss_and_gradient(x, w, 1280, targets, scale, 8)
+    for i in range(8):
+        part = slice(512 * i, 512 * i + 512)
+        assert torch.equal(linear(x[part], w), together[part])
+        alone = head_loss_and_gradient(x[part], w, 1280, targets[part], scale)
+        assert torch.equal(alone[0], losses[part]) and torch.equal(alone[1], dhidden[part])

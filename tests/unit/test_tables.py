@@ -15,11 +15,12 @@ from mok.backends import choose
 from mok.bench import tune
 from mok.bench.layer import Clock, make_problem
 from mok.bench.tune import Trial, candidates, fastest, write_row
+from mok.determinism.axes import KERNEL_SETTINGS
 from mok.errors import UsageError
 from mok.launch import tables
 from mok.launch.config import DeviceFacts, KernelConfig, why_not
 from mok.launch.plan import TaskOrder
-from mok.launch.tables import Row, Table, dump_table, nearest_row, read_table, table_of
+from mok.launch.tables import Row, Table, config_of, dump_table, nearest_row, read_table, table_of
 from mok.shapes import LayerShape
 
 H200 = DeviceFacts("NVIDIA H200", (9, 0), 132, 232448)
@@ -178,3 +179,20 @@ def test_without_a_gpu_the_command_says_what_it_needs(mok: Run) -> None:
         pytest.skip("there is a GPU")
     found = mok("bench", "tune")
     assert found.returncode == 2 and "needs a CUDA device of compute capability 9.0" in found.stderr
+
+
+def test_the_settings_that_verify_determinism_tries_can_run_and_differ_from_what_a_table_chooses() -> None:
+    tried = [config_of(settings) for settings in KERNEL_SETTINGS.values()]
+    chosen = [row.settings for row in table_of("NVIDIA H200").rows]
+    for config in tried:
+        assert not why_not(config, LayerShape(2048, 1024, 64, 8), H200)
+        for field in ("forward_order", "backward_order", "mover_share"):
+            assert all(getattr(config, field) != getattr(other, field) for other in [KernelConfig(), *chosen]), field
+
+
+def test_settings_are_read_strictly() -> None:
+    assert config_of({"stages": 2, "forward_order": {"group_size": 4}}) == KernelConfig(TaskOrder(4), stages=2)
+    with pytest.raises(UsageError, match="there is no stage;"):
+        config_of({"stage": 2})
+    with pytest.raises(UsageError, match="stages = 1: must be at least 2"):
+        config_of({"stages": 1})
