@@ -7,6 +7,7 @@ Norms of heads and the rotary embedding are one autograd function with SDPA, so 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -47,21 +48,41 @@ class Rotary:
         cos, sin = (torch.cat([f, f], -1).to(dtype).expand(-1, heads, -1).contiguous() for f in (angle.cos(), angle.sin()))
         return cls(cos, sin)
 
-    def rotate_(self, x_BSXD: Tensor, direction: int) -> Tensor:
-        """Rotate every head of x forward (direction 1) or back (-1), in place."""
+    def rotate_(self, x_BSXD: Tensor) -> Tensor:
+        """Rotate every head of x in place."""
         rotated = self.cos_SXr.shape[-1]
-        half = rotated // 2
         part = x_BSXD[..., :rotated]
         crossed = part * self.sin_SXr
         part.mul_(self.cos_SXr)
-        first, second = part[..., :half], part[..., half:]
-        if direction == 1:
-            first.sub_(crossed[..., half:])
-            second.add_(crossed[..., :half])
-        else:
-            first.add_(crossed[..., half:])
-            second.sub_(crossed[..., :half])
+        first, second = part.chunk(2, -1)
+        crossed_first, crossed_second = crossed.chunk(2, -1)
+        first.sub_(crossed_second)
+        second.add_(crossed_first)
         return x_BSXD
+
+    def rotated_back(self, parts: Sequence[Tensor]) -> Tensor:
+        """The heads of all parts, [B, S, *, D] each, side by side and rotated back: [B, S, X, D]."""
+        rotated = self.cos_SXr.shape[-1]
+        batch, length, _, dim = parts[0].shape
+        heads = [part.shape[2] for part in parts]
+        out_BSXD = parts[0].new_empty(batch, length, sum(heads), dim)
+        crossed_BSXr = parts[0].new_empty(batch, length, sum(heads), rotated)
+        places = (
+            out_BSXD.split(heads, 2),
+            crossed_BSXr.split(heads, 2),
+            self.cos_SXr.split(heads, 1),
+            self.sin_SXr.split(heads, 1),
+        )
+        for part, out, crossed, cos, sin in zip(parts, *places, strict=True):
+            torch.mul(part[..., :rotated], cos, out=out[..., :rotated])
+            torch.mul(part[..., :rotated], sin, out=crossed)
+            if rotated < dim:
+                out[..., rotated:] = part[..., rotated:]
+        first, second = out_BSXD[..., :rotated].chunk(2, -1)
+        crossed_first, crossed_second = crossed_BSXr.chunk(2, -1)
+        first.add_(crossed_second)
+        second.sub_(crossed_first)
+        return out_BSXD
 
 
 def _sdpa(q_BASD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor) -> Tensor:
@@ -98,7 +119,7 @@ class _Heads(torch.autograd.Function):
                 parts.append((normed * w).view(*qk_BSXD.shape[:2], -1, qk_BSXD.shape[-1]))
                 kept += [normed, rstd]
             qk_BSXD = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
-        operands = _attention_operands(rotary.rotate_(qk_BSXD, 1), heads_BSXD, num_q)
+        operands = _attention_operands(rotary.rotate_(qk_BSXD), heads_BSXD, num_q)
         if not any(ctx.needs_input_grad):
             return _sdpa(*operands).transpose(1, 2)
         ctx.kind, ctx.num_q, ctx.num_kv, ctx.rotary, ctx.parameters = kind, num_q, num_kv, rotary, (w_q, w_k)
@@ -128,18 +149,23 @@ class _Heads(torch.autograd.Function):
             gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 dout_BASD, *_attention_operands(qk_BSXD, heads_BSXD, num_q), out_BASD, lse, 0.0, True
             )
-        dheads_BSXD = torch.cat([d.transpose(1, 2) for d in gradients], 2)
-        dqk_BSXD = ctx.rotary.rotate_(dheads_BSXD[:, :, : num_q + num_kv], -1)
+        dq_BSAD, dk_BSGD, dv_BSGD = (d.transpose(1, 2) for d in gradients)
+        dqk_BSXD = ctx.rotary.rotated_back([dq_BSAD, dk_BSGD])
+        dheads_BSXD = dqk_BSXD.new_empty(*dqk_BSXD.shape[:2], num_q + 2 * num_kv, dqk_BSXD.shape[3])
+        dheads_BSXD[:, :, num_q + num_kv :] = dv_BSGD
         if not kept:
+            dheads_BSXD[:, :, : num_q + num_kv] = dqk_BSXD
             return dheads_BSXD, None, None, None, None, None, None
         slices = max(map(slices_of, ctx.parameters))
         weights = _group_weights(w_q, w_k, ctx.kind, num_q, num_kv)
+        places = _groups(dheads_BSXD[:, :, : num_q + num_kv], ctx.kind, num_q)
         dws = []
-        for d, normed, rstd, w in zip(_groups(dqk_BSXD, ctx.kind, num_q), kept[::2], kept[1::2], weights, strict=True):
+        for place, d, normed, rstd, w in zip(
+            places, _groups(dqk_BSXD, ctx.kind, num_q), kept[::2], kept[1::2], weights, strict=True
+        ):
             d, normed, rstd = d.flatten(0, 1), normed.flatten(0, 1), rstd.flatten(0, 1)
-            dx, dw = rms_norm_backward(d, normed, rstd, w, slices, out=d if d.dtype == rstd.dtype else None)
-            if dx is not d:
-                d.copy_(dx)
+            dx, dw = rms_norm_backward(d, normed, rstd, w, slices)
+            place.copy_(dx.view(place.shape))
             dws.append(dw)
         if ctx.kind == "head":
             dws = [dw.sum(1) for dw in dws[0].split([num_q, num_kv], 1)]

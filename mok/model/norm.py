@@ -7,6 +7,7 @@ residual stream, which also adds what comes back from a branch. On a GPU one ker
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -25,20 +26,25 @@ def rms_normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return (wide * rstd).to(x.dtype), rstd
 
 
-def rms_norm_backward(
-    dy: Tensor, normed: Tensor, rstd: Tensor, weight: Tensor, num_slices: int, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """(dx in the dtype of `rstd` and the shape of dy, in `out` or new memory; the weight's gradient of each slice).
+def rms_norm_backward(dy: Tensor, normed: Tensor, rstd: Tensor, weight: Tensor, num_slices: int) -> tuple[Tensor, Tensor]:
+    """(dx in the dtype of `rstd` and the shape of dy; the weight's gradient of each slice).
 
-    dy: [T, ..., X] with the tokens of `num_slices` slices; `out` may be dy itself. weight: what each token is multiplied with,
-    [..., X]. With n = x rstd: dx = rstd (w dy - n mean(n w dy)), and the weight's gradient [slices, ..., X] sums n dy.
+    dy: [T, ..., X] with the tokens of `num_slices` slices, T > 0. weight: what each token is multiplied with, [..., X]. With
+    n = x rstd: dx = rstd (w dy - n mean(n w dy)), and the weight's gradient [slices, ..., X] sums n dy.
+
+    dx is what weight normalisation g v / |v| gives v = n with |n| = sqrt(X) and g = rstd sqrt(X), so its kernel computes it, in
+    one pass, each row by itself.
     """
+    size = dy.shape[-1]
     dy, normed = dy.to(rstd.dtype), normed.to(rstd.dtype)
     scratch = dy * normed
     dw = scratch.view(num_slices, -1, *dy.shape[1:]).sum(1)
-    dx = torch.mul(dy, weight, out=out)
-    mean = scratch.mul_(weight).mean(-1, keepdim=True)
-    return dx.sub_(torch.mul(normed, mean, out=scratch)).mul_(rstd), dw
+    dnormed = torch.mul(dy, weight, out=scratch).view(-1, size)
+    length = rstd.new_full((dnormed.shape[0], 1), math.sqrt(size))
+    dx, _ = torch.ops.aten._weight_norm_interface_backward(
+        dnormed, normed.view(-1, size), rstd.view(-1, 1) * math.sqrt(size), length, 0
+    )
+    return dx.view(dy.shape), dw
 
 
 class _RMSNorm(torch.autograd.Function):

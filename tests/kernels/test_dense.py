@@ -64,7 +64,7 @@ def test_norm_and_rotation_of_heads(kind: str, fraction: float, device: torch.de
         inside = x[:, :, heads].flatten(2) if kind == "full" else x[:, :, heads]
         normed, rstd = (inside, None) if weight is None else rms_normed(inside, 1e-5)
         alone = dataclasses.replace(rotary, cos_SXr=rotary.cos_SXr[:, heads], sin_SXr=rotary.sin_SXr[:, heads])
-        expected = alone.rotate_((normed.clone() if weight is None else normed * weight).view(2, 5, part.count, 24), 1)
+        expected = alone.rotate_((normed.clone() if weight is None else normed * weight).view(2, 5, part.count, 24))
         found_rstd = dense.norm_and_rotate(x, part, weight, rotary.cos_SXr, rotary.sin_SXr, 1e-5, y)
         close(y[:, :, heads], expected, 1e-3)
 
@@ -72,7 +72,7 @@ def test_norm_and_rotation_of_heads(kind: str, fraction: float, device: torch.de
         found_dw = dense.norm_and_rotate_backward(
             dy, x, part, weight, rotary.cos_SXr, rotary.sin_SXr, found_rstd, dx, num_slices=2
         )
-        back = alone.rotate_(dy.clone(), -1)
+        back = alone.rotated_back([dy])
         if weight is None:
             assert found_dw is None and dx[:, :, heads].equal(back)
             continue

@@ -14,6 +14,7 @@ from mok.model.attention import Attention, Rotary
 from mok.model.linear import embedding, linear
 from mok.model.loss import IGNORED, head_loss, head_loss_and_gradient
 from mok.model.norm import add_and_norm
+from tests.tolerances import assert_same_bits
 
 CONFIG = ModelConfig(hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16)
 
@@ -149,6 +150,32 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_threads(threads: int) ->
             assert torch.equal(layer(x[part], 1, rotary), together[0][part])
         for tokens in (1, 2, 7, 16, 33):
             assert torch.equal(linear(x[5 : 5 + tokens], w), together[1][5 : 5 + tokens])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_gradient_of_a_row_depends_on_neither(threads: int) -> None:
+    layer = Attention(CONFIG)
+    torch.nn.init.normal_(layer.w_qkv, std=0.3), torch.nn.init.normal_(layer.w_o, std=0.3)
+    rotary = Rotary.of(16, CONFIG, torch.device("cpu"), torch.float32)
+    x, dy, w = torch.randn(99 * 16, 32), torch.randn(99 * 16, 32), torch.rand(32) + 0.5
+
+    def gradients(part: slice) -> tuple[Tensor, Tensor]:
+        leaf = x[part].clone().requires_grad_()
+        total, normed = add_and_norm(leaf, None, w, 1e-6)
+        through_attention = layer(leaf, len(leaf) // 16, rotary)
+        return tuple(torch.autograd.grad(y, leaf, dy[part])[0] for y in (normed + total, through_attention))
+
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        together = gradients(slice(None))
+        torch.set_num_threads(threads)
+        for first, last in ((0, 1), (1, 3), (7, 40), (0, 99)):
+            part = slice(16 * first, 16 * last)
+            for name, alone, whole in zip(("norm", "attention"), gradients(part), together, strict=True):
+                assert_same_bits(f"{name}, sequences {first} to {last}", alone, whole[part])
     finally:
         torch.set_num_threads(before)
 
