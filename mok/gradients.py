@@ -39,6 +39,10 @@ __all__ = [
 # (an expert's matrix, I x H with both multiples of 16, fills whole blocks) and every GEMM operand is aligned.
 ALIGNMENT = 256
 
+WAITING_ELEMENTS = 1 << 18
+"""Elements of all terms of a bank up to which they wait for one another instead of being summed parameter by parameter: for
+norms and biases calls cost more than sums."""
+
 GEMM_MULTIPLE = 16
 """Rows and columns of every product come in multiples of this: with others a row's bits depend, on a CPU, on where in the
 matrix it is and on how many products are made at once (docs/numerics.md)."""
@@ -151,11 +155,15 @@ def _hang(parameter: nn.Parameter, **attributes: object) -> None:
 
 
 class GradSink:
-    """Takes the gradient terms of one use of one dense parameter, one term per slice of the call, in call order."""
+    """Takes the gradient terms of one use of one dense parameter, one term per slice of the call, in call order.
 
-    def __init__(self, store: GradStore, rows: Tensor) -> None:
+    rows: where the sums go. waiting: where the terms wait for `GradStore.finish`, if they do.
+    """
+
+    def __init__(self, store: GradStore, rows: Tensor, waiting: Tensor | None = None) -> None:
         self._store = store
         self._rows = rows
+        self._waiting = waiting
         self._started = [False] * rows.shape[0]
 
     @property
@@ -184,16 +192,11 @@ class GradSink:
     def add(self, terms: Tensor) -> None:
         """Add `terms` [slices, *shape], fp32, which are destroyed."""
         store = self._store
+        if self._waiting is not None:
+            self._waiting.copy_(terms)
+            return
         if store.one_call:
-            lanes, positions = store.num_lanes, store.num_positions
-            terms = terms.view(lanes, -1, positions, *terms.shape[1:])
-            for time in range(1, terms.shape[1]):
-                terms[:, 0].add_(terms[:, time])
-            terms = terms[:, 0].transpose(0, 1)
-            if self._rows.shape[0] == 1:
-                halving_tree(halving_tree(terms), self._rows[0])
-            else:
-                halving_tree(terms, self._rows)
+            store.sum_call(terms, self._rows)
             return
         for term, cell in zip(terms, store.call.cells, strict=True):
             if self._started[cell]:
@@ -292,12 +295,14 @@ class GradStore:
         self._parts = [bank.flat(torch.float32, expert_rows if bank.experts else rows) for bank in banks]
         self.grads = [flat[0] for flat in self._parts]
         self._sinks: list[GradSink] = []
+        self._waiting: list[tuple[Tensor, Tensor]] = []
         self._expert_parameters = [parameter for bank in banks if bank.experts for parameter in bank.parameters]
         for bank, flat in zip(banks, self._parts, strict=True):
-            for parameter, view in zip(bank.parameters, bank.views(flat), strict=True):
+            places = self._waiting_places(bank, flat)
+            for parameter, view, place in zip(bank.parameters, bank.views(flat), places, strict=True):
                 hung: dict[str, object]
                 if not bank.experts:
-                    hung = {"grad_sink": self._sink(view)}
+                    hung = {"grad_sink": self._sink(view, place)}
                 elif expert_rows < self.num_lanes:
                     hung = {"lane_sum": view[0]}
                 else:
@@ -332,8 +337,23 @@ class GradStore:
             self._scratch = torch.empty(size, device=self.grads[0].device)
         return self._scratch[:size].view(shape)
 
+    def sum_call(self, terms: Tensor, rows: Tensor) -> None:
+        """Sum the terms [slices, *shape] of a step that is one call; they are destroyed. rows [lanes, *shape] gets the sum of
+        each lane, or that of all, if it has one row only."""
+        lanes, positions = self.num_lanes, self.num_positions
+        terms = terms.view(lanes, -1, positions, *terms.shape[1:])
+        for time in range(1, terms.shape[1]):
+            terms[:, 0].add_(terms[:, time])
+        terms = terms[:, 0].transpose(0, 1)
+        if rows.shape[0] == 1:
+            halving_tree(halving_tree(terms), rows[0])
+        else:
+            halving_tree(terms, rows)
+
     def finish(self, exchange: Exchange | None = None) -> None:
         """Add the parts of the step. `exchange` is needed where the layout has more than one rank."""
+        for terms, parts in self._waiting:
+            self.sum_call(terms, parts)
         for i, (bank, grads) in enumerate(zip(self._banks, self.grads, strict=True)):
             shard = self._summed(self._parts[i], bank.experts, exchange)
             if i in self._apart:
@@ -351,7 +371,16 @@ class GradStore:
         part = halving_tree(parts)
         return part if exchange is None else exchange.over_lanes(part)
 
-    def _sink(self, rows: Tensor) -> GradSink:
-        sink = GradSink(self, rows)
+    def _waiting_places(self, bank: Bank, parts: Tensor) -> Sequence[Tensor | None]:
+        """For each parameter of `bank` where its terms [slices, *shape] wait, if they do."""
+        slices = self.num_slices
+        if bank.experts or not self.one_call or slices == 1 or slices * bank.numel > WAITING_ELEMENTS:
+            return [None] * len(bank.parameters)
+        terms = bank.flat(torch.float32, slices)
+        self._waiting.append((terms, parts))
+        return bank.views(terms)
+
+    def _sink(self, rows: Tensor, waiting: Tensor | None = None) -> GradSink:
+        sink = GradSink(self, rows, waiting)
         self._sinks.append(sink)
         return sink

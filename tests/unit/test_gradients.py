@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mok import gradients
 from mok.gradients import Bank, GradStore, halving_tree
 from mok.grid import Grid, Layout
 
@@ -106,6 +107,13 @@ def test_no_layout_and_no_number_of_calls_shows_in_the_bits(dtype: torch.dtype) 
         (4, 1, 0),
     ]:
         assert step(replicas, ep, slices_per_call, dtype) == expected, (replicas, ep, slices_per_call)
+
+
+@pytest.mark.parametrize(("replicas", "ep"), [(1, 1), (1, 2), (2, 1)])
+def test_whether_terms_wait_for_one_another_does_not_show(monkeypatch: pytest.MonkeyPatch, replicas: int, ep: int) -> None:
+    expected = step(replicas, ep, 0, torch.float32)
+    monkeypatch.setattr(gradients, "WAITING_ELEMENTS", 0)
+    assert step(replicas, ep, 0, torch.float32) == expected
 
 
 def test_one_slice_goes_straight_into_the_main_gradient() -> None:
