@@ -13,6 +13,7 @@ from typing import Any
 from mok.config import Recipe
 from mok.errors import UsageError
 from mok.hf_layout import FAMILIES, Family, normalizes, reasons, shared_size
+from mok.recipe import keys
 
 __all__ = ["family_of_config", "recipe_differences", "recipe_values"]
 
@@ -20,7 +21,7 @@ __all__ = ["family_of_config", "recipe_differences", "recipe_values"]
 def family_of_config(config: Mapping[str, Any]) -> Family:
     """The family that a config.json belongs to. Raises UsageError if mok does not know it."""
     name = config.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise UsageError(f'config.json: model_type = "{name}" cannot be read; mok reads {", ".join(FAMILIES)}')
     return FAMILIES[name]
 
@@ -32,9 +33,15 @@ def recipe_values(config: Mapping[str, Any]) -> dict[str, Any]:
     for a config without the fields that every model of its family has.
     """
     try:
-        return _recipe_values(config)
+        values = _recipe_values(config)
+        for key, value in values.items():
+            default = keys()[key].default
+            kinds = (int, float) if isinstance(default, float) else type(default)
+            if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(default, bool):
+                raise ValueError(f"{key} would be {value!r}")
+        return values
     except (KeyError, TypeError, AttributeError, ValueError, ZeroDivisionError) as error:
-        raise UsageError(f"config.json: a field is missing or is no number ({error!r}); copy it again") from error
+        raise UsageError(f"config.json: a field is missing or of another type ({error!r}); copy it again") from error
 
 
 def _recipe_values(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -112,9 +112,13 @@ class HfWeights:
             left.discard("lm_head.weight")
             if not torch.equal(self._files.read("lm_head.weight"), self._files.read("model.embed_tokens.weight")):
                 return ["lm_head.weight: differs from model.embed_tokens.weight although config.json ties them"]
-        layers = recipe.model.num_layers
-        predictors = range(layers, layers + int(config.get("num_nextn_predict_layers") or 0))
-        ahead = {name for name in left for layer in predictors if name.startswith(f"model.layers.{layer}.")}
+        num_predictors = config.get("num_nextn_predict_layers") or 0
+        if not isinstance(num_predictors, int):
+            raise UsageError(f"config.json: num_nextn_predict_layers is {num_predictors!r}, not a number; copy it again")
+        predictors = range(recipe.model.num_layers, recipe.model.num_layers + num_predictors)
+        ahead = {
+            name for name in left if (found := re.match(r"model\.layers\.(\d{1,9})\.", name)) and int(found[1]) in predictors
+        }
         if ahead:
             self.notices.append(f"{len(ahead)} tensors of multi-token prediction layers left out")
         frequencies = {name for name in left if name.endswith(".rotary_emb.inv_freq")}  # computed, in old files stored too

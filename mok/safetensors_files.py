@@ -268,7 +268,7 @@ def load_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises CheckpointError if it is none, or names a key twice."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged ({error}); copy it again") from error
     if not isinstance(loaded, dict):
         raise CheckpointError(f"{path}: not a JSON object; copy it again")
@@ -287,17 +287,21 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+LARGEST_HEADER_BYTES = 100_000_000
+"""safetensors refuses a longer one."""
+
+
 def _header_of(path: Path) -> tuple[int, dict[str, Any]]:
     """Where the data of a file starts, and dtype, shape and place of each tensor, checked by safetensors itself."""
     try:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            text = file.read(min(size, path.stat().st_size))
+            text = file.read(min(size, LARGEST_HEADER_BYTES))
         try:
             header = json.loads(text, object_pairs_hook=_without_repeats)
         except _RepeatedNameError as error:
             raise CheckpointError(f"{path}: {error}; only one of them can be right, so write the file again") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             header = {}  # damaged, as safetensors will find
         with safe_open(path, framework="pt"):
             pass
@@ -321,6 +325,7 @@ def _read_into(memory: memoryview, path: Path, start: int) -> None:
 
 
 def listed(title: str, problems: list[str], limit: int = 20) -> str:
-    """A title and its problems, one a line, the first `limit` of them."""
-    shown = problems[:limit] + ([f"... and {len(problems) - limit} more"] if len(problems) > limit else [])
+    """A title and its problems, one a line of at most 400 characters, the first `limit` of them."""
+    shown = [problem if len(problem) <= 400 else f"{problem[:400]}..." for problem in problems[:limit]]
+    shown += [f"... and {len(problems) - limit} more"] if len(problems) > limit else []
     return "\n  ".join([title, *shown])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from mok.errors import CheckpointError, MokError, UsageError
 from mok.export import export, open_run
 from mok.hf_import import HfWeights
-from mok.safetensors_files import INDEX, SafetensorsFolder
+from mok.safetensors_files import INDEX, SafetensorsFolder, listed
 from tests.families import RECIPES, VOCAB, changed, random_weights, write_run
 
 RECIPE = RECIPES["qwen3_moe"]
@@ -133,6 +133,44 @@ def test_a_config_of_another_model_names_every_key(sharded):
         HfWeights(sharded, other)
     for key in ("model.rope_theta=10000.0", "moe.normalize_weights=true", "moe.top_k=2"):
         assert f"--set {key}" in str(refusal.value)
+
+
+ODD_VALUES = [None, True, [], {"a": 1}, "x", -1, 0, 2.5, float("inf"), float("nan"), 10**30]
+
+
+def test_odd_values_in_a_config_are_refused_or_make_no_difference(tmp_path):
+    recipe = RECIPES["glm4_moe"]
+    export(open_run(write_run(tmp_path / "run", recipe)), tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    sound = json.loads(file.read_text())
+    refused = 0
+    for key in [*sound, "num_nextn_predict_layers", "rope_scaling", "quantization_config"]:
+        for value in [*ODD_VALUES, float(sound["vocab_size"])]:
+            file.write_text(json.dumps(sound | {key: value}))
+            try:
+                assert HfWeights(tmp_path / "model", recipe).vocab_size is not True
+            except MokError:
+                refused += 1
+    assert refused > 100
+    for text in ("[" * 100_000, "[]", '{"a": 1, "a": 2}'):
+        file.write_text(text)
+        with pytest.raises(CheckpointError, match=r"config\.json: "):
+            HfWeights(tmp_path / "model", recipe)
+
+
+@pytest.mark.parametrize("header", [b"[" * 100_000, b'{"__metadata__":' * 50_000, b'{"' + b"y" * 1_000_000 + b'": 1}', b"[]"])
+def test_a_hostile_header_is_refused_in_few_words(sharded, header):
+    file = next(sharded.glob("*.safetensors"))
+    content = file.read_bytes()
+    for size in (len(header), 2**63):
+        file.write_bytes(size.to_bytes(8, "little") + header + content)
+        with pytest.raises(CheckpointError, match="not a whole safetensors file") as caught:
+            read_all(sharded)
+        assert len(str(caught.value)) < 2000
+
+
+def test_a_long_name_is_cut_in_a_list():
+    assert len(listed("left over", ["y" * 1_000_000])) < 500
 
 
 def test_quantized_or_integer_weights_are_refused(sharded):
