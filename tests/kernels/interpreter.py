@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter as base
 
@@ -96,10 +97,14 @@ def dot_scaled(self: Any, a: Any, a_scale: Any, a_format: Any, b: Any, b_scale: 
 
 
 def inline_asm(self: Any, text: str, constraints: str, values: list[Any], types: Any, is_pure: bool, pack: int) -> Any:
-    """The instructions that kernels meant for the interpreter spell out: tanh at full precision, and a clock that goes on by a
-    millisecond each time somebody looks at it, so that a slow machine changes nothing."""
+    """The instructions that kernels meant for the interpreter spell out: tanh at full precision, four values to the E4M3 codes
+    of a word, and a clock that goes on by a millisecond each time somebody looks at it, so that a slow machine changes nothing.
+    """
     if text.startswith("tanh.approx.f32"):
         result = Handle(np.tanh(values[0].data), tl.float32)
+    elif "cvt.rn.satfinite.e4m3x2.f32" in text:
+        codes = [torch.from_numpy(value.data).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8) for value in values]
+        result = Handle(torch.stack(codes, dim=-1).numpy().view(np.int32)[..., 0], tl.int32)
     elif "%globaltimer" in text:
         result = Handle(np.array([next(_milliseconds) * 1_000_000], np.int64), tl.int64)
     else:

@@ -138,9 +138,11 @@ def test_largest_and_smallest_values(backend: str, hopper: torch.device) -> None
     assert run(inputs, backend=backend, quantization=FP8)["y"].abs().max() == 0
 
 
-@pytest.mark.parametrize("kind", ["bits", "nasty", "narrow"])
+@pytest.mark.parametrize("kind", ["bits", "nasty", "narrow", "bad"])
 def test_weights_in_both_orientations(kind: str, device: torch.device) -> None:
-    w = matrix(256, 384, 7, kind, torch.bfloat16).reshape(1, 256, 384)
+    w = matrix(256, 384, 7, "bits" if kind == "bad" else kind, torch.bfloat16).reshape(1, 256, 384)
+    if kind == "bad":
+        w[0, 3, 4], w[0, 200, 130], w[0, 0, 383] = torch.nan, torch.inf, -torch.nan
     found = quantize_weight(w.to(device), 128)
     for i in range(2):
         for j in range(3):
@@ -152,11 +154,12 @@ def test_weights_in_both_orientations(kind: str, device: torch.device) -> None:
 
 
 def test_examples_of_the_docstrings(device: torch.device) -> None:
-    w = torch.tensor([[448.0, -0.0], [1.0, 0.0]], device=device)
-    codes, transposed = (torch.empty(2, 2, dtype=torch.uint8, device=device) for _ in range(2))
+    w = torch.tensor([[448.0, -0.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0] * 4, [0.0] * 4], device=device)
+    codes, transposed = (torch.empty(4, 4, dtype=torch.uint8, device=device) for _ in range(2))
     scales, scales_transposed = (torch.empty(1, dtype=torch.uint8, device=device) for _ in range(2))
-    quantize_weights[(1, 1, 1)](w, codes, transposed, scales, scales_transposed, 2, 2, 4, 2, BLOCK=2)
-    assert codes.tolist() == [[0x7E, 0x80], [0x38, 0x00]] and transposed.tolist() == [[0x7E, 0x38], [0x80, 0x00]]
+    quantize_weights[(1, 1, 1)](w, codes, transposed, scales, scales_transposed, 4, 4, 16, 4, BLOCK=4)
+    assert codes.tolist() == [[0x7E, 0x80, 0, 0], [0x38, 0, 0, 0], [0] * 4, [0] * 4]
+    assert transposed.tolist() == [[0x7E, 0x38, 0, 0], [0x80, 0, 0, 0], [0] * 4, [0] * 4]
     assert scales.tolist() == scales_transposed.tolist() == [127]
     routes = torch.tensor([5, -1, 0, 7], dtype=torch.int32, device=device)
     of_tokens = torch.tensor([[100], [101], [102], [103]], dtype=torch.uint8, device=device)
