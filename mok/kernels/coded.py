@@ -27,6 +27,7 @@ SCALES_OF_ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 # A consumer's 64 rows of half of a tile's columns: one block of a weight's scale.
 HALF_ACCUMULATOR = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N.value // 2, 32]))
 OF_ROWS = gl.constexpr(gl.SliceLayout(1, HALF_ACCUMULATOR))
+A_IN_REGISTERS = gl.constexpr(gl.DotOperandLayout(0, HALF_ACCUMULATOR, 4))
 
 FRACTION_OF_448 = gl.constexpr(0x600000)  # 448 = 1.75 * 2^8
 INFINITY = gl.constexpr(0x7F800000)
@@ -170,6 +171,7 @@ def multiply_coded(ring, at, left, right, steps, left_scale, right_scale, WG: gl
         mbarrier.wait(ring.full.index(at.slot), at.phase)
         a = ring.a.index(at.slot)._reinterpret(gl.float8e4nv, [TILE_M, BLOCK], CODES).slice(WG * HALF_M, HALF_M, dim=0)
         b = ring.b.index(at.slot)._reinterpret(gl.float8e4nv, [TILE_N, BLOCK], CODES)
+        a = a.load(A_IN_REGISTERS)
         zeros = gl.zeros([HALF_M, TILE_N // 2], gl.float32, HALF_ACCUMULATOR)
         product = warpgroup_mma(a, b.slice(0, TILE_N // 2, dim=0).permute((1, 0)), zeros, use_acc=False, is_async=True)
         rows = ring.scales.index(at.slot)._reinterpret(gl.uint8, [TILE_M], SCALES_OF_ROWS)
