@@ -27,7 +27,6 @@ SCALES_OF_ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 # A consumer's 64 rows of half of a tile's columns: one block of a weight's scale.
 HALF_ACCUMULATOR = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_N.value // 2, 32]))
 OF_ROWS = gl.constexpr(gl.SliceLayout(1, HALF_ACCUMULATOR))
-A_IN_REGISTERS = gl.constexpr(gl.DotOperandLayout(0, HALF_ACCUMULATOR, 4))
 
 FRACTION_OF_448 = gl.constexpr(0x600000)  # 448 = 1.75 * 2^8
 INFINITY = gl.constexpr(0x7F800000)
@@ -59,8 +58,7 @@ class CodedPieces:
 
 @record
 class WeightScales:
-    """Codes of the scales of the 128 x 128 blocks of gate, up [L, blocks_i, blocks_h] and down [L, blocks_h, blocks_i]; for
-    `multiply_backward` each transposed, so that the last axis is always the one that is contracted."""
+    """Codes of the scales of gate, up [L, blocks_i, blocks_h] and down [L, blocks_h, blocks_i]: of their 128 x 128 blocks."""
 
     gate: gl.tensor
     up: gl.tensor
@@ -146,32 +144,17 @@ def add_block(total, product, row_scale, scale):
 
 
 @gluon.jit
-def load_code(pointer):
-    """The code at `pointer`, int32. A load of one byte would be packed with another for the next turn of a loop, which waits
-    for memory."""
-    return gl.inline_asm_elementwise(
-        "ld.global.nc.u8 $0, [$1];", "=r,l", [pointer.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def multiply_coded(ring, at, left, right, steps, left_scale, right_scale, WG: gl.constexpr):
+def multiply_coded(ring, at, left, right, steps, left_scale, right_scale, stride, WG: gl.constexpr):
     """Add `steps` blocks to both halves [HALF_M, TILE_N / 2] fp32 of a consumer's rows, in order.
 
-    left_scale, right_scale: pointers to the codes of the weights' scales, block after block.
+    left_scale, right_scale: pointers to the codes of the scales of the weights' first block, the next ones `stride` apart.
     """
-    next_left = load_code(left_scale)
-    next_right = load_code(right_scale)
     for k in range(steps):
-        left_code = next_left
-        right_code = next_right
-        ahead = gl.minimum(k + 1, steps - 1)
-        next_left = load_code(left_scale + ahead)
-        next_right = load_code(right_scale + ahead)
+        left_code = gl.load(left_scale + k * stride)
+        right_code = gl.load(right_scale + k * stride)
         mbarrier.wait(ring.full.index(at.slot), at.phase)
         a = ring.a.index(at.slot)._reinterpret(gl.float8e4nv, [TILE_M, BLOCK], CODES).slice(WG * HALF_M, HALF_M, dim=0)
         b = ring.b.index(at.slot)._reinterpret(gl.float8e4nv, [TILE_N, BLOCK], CODES)
-        a = a.load(A_IN_REGISTERS)
         zeros = gl.zeros([HALF_M, TILE_N // 2], gl.float32, HALF_ACCUMULATOR)
         product = warpgroup_mma(a, b.slice(0, TILE_N // 2, dim=0).permute((1, 0)), zeros, use_acc=False, is_async=True)
         rows = ring.scales.index(at.slot)._reinterpret(gl.uint8, [TILE_M], SCALES_OF_ROWS)
@@ -201,7 +184,7 @@ def multiply_forward(ring, at, task, kind, steps, weights, WG: gl.constexpr):
         left_scale = weights.down + (expert * weights.blocks_h + block) * weights.blocks_i
         right_scale = left_scale + gl.where(block + 1 < weights.blocks_h, weights.blocks_i, 0)
     left = gl.zeros([HALF_M, TILE_N // 2], gl.float32, HALF_ACCUMULATOR)
-    return multiply_coded(ring, at, left, left, steps * TILE_C // BLOCK, left_scale, right_scale, WG)
+    return multiply_coded(ring, at, left, left, steps * TILE_C // BLOCK, left_scale, right_scale, 1, WG)
 
 
 @gluon.jit
@@ -210,25 +193,22 @@ def multiply_backward(ring, at, task, kind, steps, weights, WG: gl.constexpr):
     expert = gl.load(task + EXPERT)
     block = gl.load(task + N) // BLOCK
     if kind == DH:
-        contracted = weights.blocks_h
-        place = (expert * weights.blocks_i + block) * weights.blocks_h
-        first = weights.down + place
+        stride = weights.blocks_i
+        first = weights.down + expert * weights.blocks_h * weights.blocks_i + block
         second = first
         blocks = steps * TILE_C // BLOCK
         more = 0
-        has_right = block + 1 < weights.blocks_i
     else:
-        contracted = weights.blocks_i
-        place = (expert * weights.blocks_h + block) * weights.blocks_i
+        stride = weights.blocks_h
+        place = expert * weights.blocks_i * weights.blocks_h + block
         first = weights.gate + place
         second = weights.up + place
         blocks = steps * TILE_C // BLOCK // 2
         more = blocks
-        has_right = block + 1 < weights.blocks_h
-    right = gl.where(has_right, contracted, 0)
-    left_half = gl.zeros([HALF_M, TILE_N // 2], gl.float32, HALF_ACCUMULATOR)
-    left_half, right_half, at = multiply_coded(ring, at, left_half, left_half, blocks, first, first + right, WG)
-    return multiply_coded(ring, at, left_half, right_half, more, second, second + right, WG)
+    beside = gl.where(block + 1 < stride, 1, 0)
+    left = gl.zeros([HALF_M, TILE_N // 2], gl.float32, HALF_ACCUMULATOR)
+    left, right, at = multiply_coded(ring, at, left, left, blocks, first, first + beside, stride, WG)
+    return multiply_coded(ring, at, left, right, more, second, second + beside, stride, WG)
 
 
 @gluon.jit

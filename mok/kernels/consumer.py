@@ -374,7 +374,6 @@ def consume(
     rest,
     sums,
     weight_scales,
-    back_scales,
     started,
     KEEP: gl.constexpr,
     CLAMP: gl.constexpr,
@@ -419,7 +418,7 @@ def consume(
                     at = finish_rows(accumulator, pieces, at)
             elif kind <= DX:
                 if job.coded:
-                    left, right, ring_at = multiply_backward(ring, ring_at, task, kind, steps, back_scales, WG)
+                    left, right, ring_at = multiply_backward(ring, ring_at, task, kind, steps, weight_scales, WG)
                     q = quarters_of_halves(left, right)
                 else:
                     accumulator, ring_at = multiply(ring, ring_at, accumulator, steps, False, True, WG)

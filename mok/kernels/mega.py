@@ -245,8 +245,8 @@ def mega_forward(
     else:
         gl.warp_specialize(
             [
-                (consume, (job, ring, pieces_0, moves, rest, sums, 0, 0, 0, KEEP, CLAMP, False, DX, 0)),
-                (consume, (job, ring, pieces_1, moves, rest, sums, 0, 0, 0, KEEP, CLAMP, False, DX, 1)),
+                (consume, (job, ring, pieces_0, moves, rest, sums, 0, 0, KEEP, CLAMP, False, DX, 0)),
+                (consume, (job, ring, pieces_1, moves, rest, sums, 0, 0, KEEP, CLAMP, False, DX, 1)),
                 (produce, (job, loads, shared_loads, ring, 0, False, DX)),
                 (move_forward, (job, x, x_rows_boxes, y_rows_boxes, moves, moves, groups)),
                 (store, (job, stores, shared_stores, pieces_0, 0, False, DX, 0)),
@@ -413,8 +413,8 @@ def mega_backward(
     else:
         gl.warp_specialize(
             [
-                (consume, (job, ring, pieces_0, moves, rest, sums, 0, 0, started, True, CLAMP, True, LAST, 0)),
-                (consume, (job, ring, pieces_1, moves, rest, sums, 0, 0, started, True, CLAMP, True, LAST, 1)),
+                (consume, (job, ring, pieces_0, moves, rest, sums, 0, started, True, CLAMP, True, LAST, 0)),
+                (consume, (job, ring, pieces_1, moves, rest, sums, 0, started, True, CLAMP, True, LAST, 1)),
                 (produce, (job, loads, shared_loads, ring, started, True, LAST)),
                 (
                     move_backward,

@@ -165,8 +165,8 @@ def mega_forward_coded(
     rest = Rest(y_rows, tables.combine_token, total_target)
     gl.warp_specialize(
         [
-            (consume, (job, ring, pieces_0, moves, rest, sums, scales, 0, 0, KEEP, CLAMP, False, DX, 0)),
-            (consume, (job, ring, pieces_1, moves, rest, sums, scales, 0, 0, KEEP, CLAMP, False, DX, 1)),
+            (consume, (job, ring, pieces_0, moves, rest, sums, scales, 0, KEEP, CLAMP, False, DX, 0)),
+            (consume, (job, ring, pieces_1, moves, rest, sums, scales, 0, KEEP, CLAMP, False, DX, 1)),
             (produce, (job, loads, loads, ring, 0, False, DX)),
             (move_forward, (job, x_boxes, x_rows_boxes, y_rows_boxes, code_moves, moves, groups)),
             (store, (job, stores, stores, pieces_0, 0, False, DX, 0)),
@@ -222,8 +222,6 @@ def mega_backward_coded(
     gate_scales,
     up_scales,
     down_scales,
-    gate_again_scales,
-    up_again_scales,
     tables,
     partial,
     dx_rows,
@@ -291,16 +289,15 @@ def mega_backward_coded(
         wh_pieces, gate_pieces, up_pieces, gate_code_pieces, gate_scale_pieces, up_code_pieces, up_scale_pieces, dx_pieces,
         gradients,
     )  # fmt: skip
-    back_scales = WeightScales(gate_scales, up_scales, down_scales, BLOCKS_H, BLOCKS_I)
-    scales = WeightScales(gate_again_scales, up_again_scales, down_scales, BLOCKS_H, BLOCKS_I)  # GATE_UP only
+    scales = WeightScales(gate_scales, up_scales, down_scales, BLOCKS_H, BLOCKS_I)
     sums = Sums(partial, BLOCKS_I, partial, 1)
     rest = Rest(dx_rows, tables.combine_token, total_target)
     x_counter = of_experts + num_experts
     again_counter = of_experts + 5 * num_experts
     gl.warp_specialize(
         [
-            (consume, (job, ring, pieces_0, moves, rest, sums, scales, back_scales, started, True, CLAMP, True, LAST, 0)),
-            (consume, (job, ring, pieces_1, moves, rest, sums, scales, back_scales, started, True, CLAMP, True, LAST, 1)),
+            (consume, (job, ring, pieces_0, moves, rest, sums, scales, started, True, CLAMP, True, LAST, 0)),
+            (consume, (job, ring, pieces_1, moves, rest, sums, scales, started, True, CLAMP, True, LAST, 1)),
             (produce, (job, loads, loads, ring, started, True, LAST)),
             (
                 move_backward_coded,
