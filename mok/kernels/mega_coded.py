@@ -90,6 +90,33 @@ def make_coded_pieces(SIZE: gl.constexpr):
     return CodedPieces(pieces.data, make_scales(SIZE), pieces.full, pieces.empty, SIZE)
 
 
+@gluon.jit
+def make_moves(
+    tables, slots, slots_full, out, num_tokens, mover_tokens, num_blocks, TOP_K: gl.constexpr, PARTS: gl.constexpr,
+    PART: gl.constexpr, BOX_PARTS: gl.constexpr,
+):  # fmt: skip
+    """How rows of that form travel on one rank, without shared experts."""
+    return Moves(
+        slots, slots_full, tables.route_of_row, tables.expert_of_block, tables.row_of_route, tables.weights, tables.shared,
+        tables.shared_scale, out, num_blocks, num_tokens, mover_tokens, TOP_K, PARTS, PART, BOX_PARTS, False, False, (),
+        False,
+    )  # fmt: skip
+
+
+@gluon.jit
+def make_job(tables, NUM_TASKS: gl.constexpr, TRACED: gl.constexpr, AGAIN: gl.constexpr):
+    """NUM_TASKS: where the planner left the number of tasks of the launch."""
+    num_rows = gl.load(tables.sizes + SIZE_ROWS)
+    num_tasks = gl.load(tables.sizes + NUM_TASKS)
+    return Job(tables.tasks, num_tasks, num_rows, tables.counters, tables.status, tables.trace, TRACED, False, AGAIN, True)
+
+
+@gluon.jit
+def make_rest(job, tables, rows, WIDTH: gl.constexpr):
+    """What is summed when all tiles of `rows`, WIDTH columns wide, are done."""
+    return Rest(rows, tables.combine_token, job.num_rows // ROW_BLOCK * ((WIDTH + TILE_N - 1) // TILE_N))
+
+
 @gluon.jit(do_not_specialize=RUNTIME_SIZES)
 def mega_forward_coded(
     x_boxes,
@@ -143,26 +170,16 @@ def mega_forward_coded(
     pieces_1 = make_coded_pieces(PIECES)
     slots, slots_full = make_slots(PART)
     fence_async_shared()
-    num_rows = gl.load(tables.sizes + SIZE_ROWS)
-    num_tasks = gl.load(tables.sizes + SIZE_FORWARD_TASKS)
-    job = Job(tables.tasks, num_tasks, num_rows, tables.counters, tables.status, tables.trace, TRACED, False, False, True)
-    total_target = num_rows // ROW_BLOCK * ((PARTS * PART + TILE_N - 1) // TILE_N)
-    moves = Moves(
-        slots, slots_full, tables.route_of_row, tables.expert_of_block, tables.row_of_route, tables.weights, tables.shared,
-        tables.shared_scale, out, num_blocks, num_tokens, mover_tokens, TOP_K, PARTS, PART, BOX_PARTS, False, False, (),
-        False,
-    )  # fmt: skip
-    code_moves = Moves(
-        slots, slots_full, tables.route_of_row, tables.expert_of_block, tables.row_of_route, tables.weights, tables.shared,
-        tables.shared_scale, out, num_blocks, num_tokens, mover_tokens, TOP_K, CODE_PARTS, CODE_PART, CODE_BOX_PARTS, False,
-        False, (), False,
-    )  # fmt: skip
+    job = make_job(tables, SIZE_FORWARD_TASKS, TRACED, False)
+    counts = (num_tokens, mover_tokens, num_blocks)
+    moves = make_moves(tables, slots, slots_full, out, *counts, TOP_K, PARTS, PART, BOX_PARTS)
+    code_moves = make_moves(tables, slots, slots_full, out, *counts, TOP_K, CODE_PARTS, CODE_PART, CODE_BOX_PARTS)
     groups = Groups(tables.combine_token, tables.combine_group, tables.group_target, 1 + 2 * num_blocks)
     loads = CodedForwardLoads(x_codes, x_scales, gate, up, h_codes, h_scales, down)
     stores = CodedForwardStores(h_code_pieces, h_scale_pieces, gate_pieces, up_pieces, y_pieces, KEEP)
     scales = WeightScales(gate_scales, up_scales, down_scales, BLOCKS_H, BLOCKS_I)
     sums = Sums(y_rows, 1, y_rows, 1)  # of the backward only
-    rest = Rest(y_rows, tables.combine_token, total_target)
+    rest = make_rest(job, tables, y_rows, PARTS * PART)
     gl.warp_specialize(
         [
             (consume, (job, ring, pieces_0, moves, rest, sums, scales, 0, KEEP, CLAMP, False, DX, 0)),
@@ -262,20 +279,10 @@ def mega_backward_coded(
     pieces_1 = make_coded_pieces(PIECES)
     slots, slots_full = make_slots(PART)
     fence_async_shared()
-    num_rows = gl.load(tables.sizes + SIZE_ROWS)
-    num_tasks = gl.load(tables.sizes + SIZE_BACKWARD_TASKS)
-    job = Job(tables.tasks, num_tasks, num_rows, tables.counters, tables.status, tables.trace, TRACED, False, AGAIN, True)
-    total_target = num_rows // ROW_BLOCK * ((PARTS * PART + TILE_N - 1) // TILE_N)
-    moves = Moves(
-        slots, slots_full, tables.route_of_row, tables.expert_of_block, tables.row_of_route, tables.weights, tables.shared,
-        tables.shared_scale, out, num_blocks, num_tokens, mover_tokens, TOP_K, PARTS, PART, BOX_PARTS, False, False, (),
-        False,
-    )  # fmt: skip
-    code_moves = Moves(
-        slots, slots_full, tables.route_of_row, tables.expert_of_block, tables.row_of_route, tables.weights, tables.shared,
-        tables.shared_scale, out, num_blocks, num_tokens, mover_tokens, TOP_K, CODE_PARTS, CODE_PART, CODE_BOX_PARTS, False,
-        False, (), False,
-    )  # fmt: skip
+    job = make_job(tables, SIZE_BACKWARD_TASKS, TRACED, AGAIN)
+    counts = (num_tokens, mover_tokens, num_blocks)
+    moves = make_moves(tables, slots, slots_full, out, *counts, TOP_K, PARTS, PART, BOX_PARTS)
+    code_moves = make_moves(tables, slots, slots_full, out, *counts, TOP_K, CODE_PARTS, CODE_PART, CODE_BOX_PARTS)
     groups = Groups(tables.combine_token, tables.combine_group, tables.group_target, 1 + 2 * num_blocks)
     of_experts = 1 + 3 * num_blocks
     x_free = Free(of_experts + 2 * num_experts, free_target, tables.expert_start, False)
@@ -291,7 +298,7 @@ def mega_backward_coded(
     )  # fmt: skip
     scales = WeightScales(gate_scales, up_scales, down_scales, BLOCKS_H, BLOCKS_I)
     sums = Sums(partial, BLOCKS_I, partial, 1)
-    rest = Rest(dx_rows, tables.combine_token, total_target)
+    rest = make_rest(job, tables, dx_rows, PARTS * PART)
     x_counter = of_experts + num_experts
     again_counter = of_experts + 5 * num_experts
     gl.warp_specialize(

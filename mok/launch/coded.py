@@ -75,8 +75,8 @@ def forward(
 ) -> tuple[Tensor, Kept | None]:
     """As `mok.launch.mega.forward`, without shared experts."""
     hidden_size, width = x_TH.shape[1], experts.gate.codes.shape[1]
-    rows, top_k = plan.max_rows, plan.top_k
-    box, boxed = row_box(hidden_size), code_box(hidden_size)
+    rows, box, boxed = plan.max_rows, row_box(hidden_size), code_box(hidden_size)
+    counts, form = counts_of(x_TH, plan, config), form_of(plan, hidden_size, width)
     x = rows_of_tokens(x_TH, plan)
     y_TH = torch.empty_like(x_TH)
     x_rows = _codes(x_TH, rows, hidden_size)
@@ -88,16 +88,13 @@ def forward(
         config,
         _boxes(x.codes, boxed),
         _boxes(x_rows, boxed),
-        plain_rows(y_rows, box, combine_box_parts(box, top_k)),
-        code_tile(x_rows, 128),
-        scale_tile(x.scales, 128),
+        plain_rows(y_rows, box, combine_box_parts(box, plan.top_k)),
+        *coded_tiles(x_rows, x.scales, 128),
         expert_code_tile(experts.gate.codes, 128),
         expert_code_tile(experts.up.codes, 128),
-        code_tile(h_rows, 128),
-        scale_tile(h_scales, 128),
+        *coded_tiles(h_rows, h_scales, 128),
         expert_code_tile(experts.down.codes, 256),
-        code_tile(h_rows, 64),
-        scale_tile(h_scales, 64),
+        *coded_tiles(h_rows, h_scales, 64),
         tile(y_rows if gate_rows is None else gate_rows, 64, 64),
         tile(y_rows if up_rows is None else up_rows, 64, 64),
         tile(y_rows, 64, 64),
@@ -107,18 +104,8 @@ def forward(
         tables_of(plan, plan.forward_tasks, plan.counters[0], weights_TK, None, None, trace),
         y_rows,
         y_TH,
-        y_TH.shape[0],
-        int(x_TH.shape[0] * config.mover_share),
-        plan.max_blocks,
-        top_k,
-        hidden_size // BLOCK,
-        width // BLOCK,
-        box.parts,
-        box.part,
-        box.box_parts,
-        boxed.parts,
-        boxed.part,
-        boxed.box_parts,
+        *counts,
+        *form,
         keep,
         clamp,
         trace is not None,
@@ -146,8 +133,8 @@ def backward(
     """As `mok.launch.mega.backward`, without shared experts; weight gradients are of operands in bf16."""
     assert plan.backward_tasks is not None and plan.again == (kept is None) and plan.coded
     hidden_size, width = x_TH.shape[1], experts.gate.codes.shape[1]
-    rows, top_k = plan.max_rows, plan.top_k
-    box, boxed = row_box(hidden_size), code_box(hidden_size)
+    rows, box, boxed = plan.max_rows, row_box(hidden_size), code_box(hidden_size)
+    counts, form = counts_of(x_TH, plan, config), form_of(plan, hidden_size, width)
     dy = rows_of_tokens(dy_TH, plan)
     dy_code_rows = _codes(x_TH, rows, hidden_size)
     # First dy, then x, then dx: the tasks that read the one before are waited for, see `mok.kernels.tasks`.
@@ -168,7 +155,7 @@ def backward(
         x, x_code_rows = rows_of_tokens(x_TH, plan), _codes(x_TH, rows, hidden_size)
         x_boxes = [_boxes(x.codes, boxed), _boxes(x_code_rows, boxed)]
         again = experts.gate.codes, experts.up.codes
-        x_operands = [code_tile(x_code_rows, 128), scale_tile(x.scales, 128), *(expert_code_tile(w, 128) for w in again)]
+        x_operands = [*coded_tiles(x_code_rows, x.scales, 128), *(expert_code_tile(w, 128) for w in again)]
     run(
         mega_coded.mega_backward_coded,
         config,
@@ -179,16 +166,13 @@ def backward(
         plain_rows(dy_rows, box, box.box_parts),
         plain_rows(x_TH, box, box.box_parts),
         plain_rows(x_rows, box, box.box_parts),
-        plain_rows(dx_rows, box, combine_box_parts(box, top_k)),
-        code_tile(dy_code_rows, 128),
-        scale_tile(dy.scales, 128),
+        plain_rows(dx_rows, box, combine_box_parts(box, plan.top_k)),
+        *coded_tiles(dy_code_rows, dy.scales, 128),
         expert_code_tile(experts.down.transposed, 256),
         tile(gate_rows, 128, 64),
         tile(up_rows, 128, 64),
-        code_tile(gate_codes, 128),
-        scale_tile(gate_scales, 128),
-        code_tile(up_codes, 128),
-        scale_tile(up_scales, 128),
+        *coded_tiles(gate_codes, gate_scales, 128),
+        *coded_tiles(up_codes, up_scales, 128),
         expert_code_tile(experts.gate.transposed, 256),
         expert_code_tile(experts.up.transposed, 256),
         tile(dy_rows, 64, 128),
@@ -200,10 +184,8 @@ def backward(
         tile(wh_rows, 64, 64),
         tile(gate_rows, 64, 64),
         tile(up_rows, 64, 64),
-        code_tile(gate_codes, 64),
-        scale_tile(gate_scales, 64),
-        code_tile(up_codes, 64),
-        scale_tile(up_scales, 64),
+        *coded_tiles(gate_codes, gate_scales, 64),
+        *coded_tiles(up_codes, up_scales, 64),
         tile(dx_rows, 64, 64),
         gradient_tile(gradients.gate),
         gradient_tile(gradients.up),
@@ -215,22 +197,12 @@ def backward(
         partial,
         dx_rows,
         dx_TH,
-        x_TH.shape[0],
-        int(x_TH.shape[0] * config.mover_share),
-        plan.max_blocks,
+        *counts,
         plan.num_experts,
         2 * ceil_div(hidden_size, tasks.TILE_M.value) * ceil_div(width, tasks.TILE_N.value),
         plan.dy_counter,
         int(gradients.started),
-        top_k,
-        hidden_size // BLOCK,
-        width // BLOCK,
-        box.parts,
-        box.part,
-        box.box_parts,
-        boxed.parts,
-        boxed.part,
-        boxed.box_parts,
+        *form,
         plan.again,
         clamp,
         last_kind,
@@ -241,6 +213,17 @@ def backward(
     dweights_TK = torch.empty_like(weights_TK)
     sum_partial_rows(partial, plan.row_of_route_N, dweights_TK)
     return Backward(dx_TH, dweights_TK, None, None, None, None)
+
+
+def counts_of(x_TH: Tensor, plan: DevicePlan, config: KernelConfig) -> tuple[int, int, int]:
+    """Tokens, those that the movers combine, and blocks of rows at most."""
+    return x_TH.shape[0], int(x_TH.shape[0] * config.mover_share), plan.max_blocks
+
+
+def form_of(plan: DevicePlan, hidden_size: int, width: int) -> tuple[int, ...]:
+    """What a launch is compiled for: TOP_K, BLOCKS_H and BLOCKS_I, then how a row of bf16 travels, and a row of codes."""
+    boxes = row_box(hidden_size), code_box(hidden_size)
+    return plan.top_k, hidden_size // BLOCK, width // BLOCK, *(n for box in boxes for n in (box.parts, box.part, box.box_parts))
 
 
 def _codes(like: Tensor, rows: int, columns: int) -> Tensor:
@@ -256,13 +239,13 @@ def _boxes(codes: Tensor, box: RowBox) -> TensorDescriptor:
     return plain_rows(codes.view(torch.bfloat16), box, box.box_parts)
 
 
-def code_tile(codes: Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(codes, [rows, BLOCK], coded.CODES.value)
+def coded_tiles(codes: Tensor, scales: Tensor, rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Of rows: BLOCK codes of each, and the scale of those."""
+    return (
+        TensorDescriptor.from_tensor(codes, [rows, BLOCK], coded.CODES.value),
+        TensorDescriptor.from_tensor(scales, [1, rows], coded.SCALES.value),
+    )
 
 
 def expert_code_tile(codes: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(codes, [1, rows, BLOCK], coded.EXPERT_CODES.value)
-
-
-def scale_tile(scales: Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(scales, [1, rows], coded.SCALES.value)
