@@ -88,7 +88,7 @@ def give_up(status, given_up, reason, rank):
     tl.atomic_or(given_up, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "num_tokens", "num_routes"])
 def publish_ids(
     ids_N, bases, epoch, status, rank, ids_at, ids_stride, num_tokens, num_routes, num_experts, WIDTH: tl.constexpr
 ):
@@ -135,7 +135,7 @@ def meet(bases, epoch, given_up, status, rank, num_ranks, limit_ns, RANKS: tl.co
         give_up(status, given_up, STATUS_NO_RANK, first)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def raise_and_await(bases, epoch, given_up, status, rank, num_ranks, limit_ns, RANKS: tl.constexpr):
     """See `meet`."""
     meet(bases, epoch, given_up, status, rank, num_ranks, limit_ns, RANKS)
@@ -161,7 +161,7 @@ def gather_ids(
     tl.store(all_ids + block.to(tl.int64) * routes_per_slice + route, ids, mask=route < routes_per_slice)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "own_routes_per_slice"])
 def keep_local(
     all_ids, expert_start, local_ids, slot_of_route_N, rank_of_route_N, status, given_up, rank, num_ranks, num_local_experts,
     row_capacity, local_slices, own_routes_per_slice, routes_per_slice, num_all_routes,
@@ -323,7 +323,7 @@ def await_routes(
         give_up(status, given_up, STATUS_NO_ROWS, tl.min(missing, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "num_routes"])
 def await_rows(
     bases, epoch, given_up, status, slot_of_route_N, rank_of_route_N, rank, num_routes, flags_at, limit_ns,
     WIDTH: tl.constexpr,

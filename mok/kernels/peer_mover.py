@@ -80,6 +80,24 @@ def fence_system(value):
 
 
 @gluon.jit
+def give_up(status, given_up, reason):
+    """Leave `reason` unless somebody was first. By each warp that gave up, since not all of a partition need see the same."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .b32 before;
+        atom.global.relaxed.gpu.cas.b32 before, [$1], 0, $3;
+        atom.global.relaxed.gpu.or.b32 before, [$2], 1;
+        mov.b32 $0, before;
+        }""",
+        "=r,l,l,r",
+        [status.to(gl.int64), given_up.to(gl.int64), reason],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
 def workspace(peers, rank, FACT: gl.constexpr):
     """Address of a region in the workspace of `rank`."""
     return gl.load(peers.bases + rank) + gl.load(peers.facts + FACT)
@@ -292,6 +310,5 @@ def await_token(job, moves, peers, token):
                     waiting = from_lane_0(((seen - epoch < 0) & (stop == 0)).to(gl.int32))
                 if seen - epoch < 0:
                     awaited = gl.load(peers.rank_of_route + route)
-                    gl.atomic_cas(job.status, 0, (awaited << STATUS_RANK_SHIFT) | STATUS_NO_ROWS)
-                    gl.atomic_or(peers.given_up, 1, sem="relaxed", scope="gpu")
+                    give_up(job.status, peers.given_up, (awaited << STATUS_RANK_SHIFT) | STATUS_NO_ROWS)
     return seen

@@ -110,7 +110,7 @@ def plan_over_ranks(
     )
     expert_start, counts_CE, *_ = place_experts(all_ids, num_experts, grid, layer)
     capacity = row_capacity(transport, local, grid)
-    slot_of_route_N, rank_of_route_N = empty(device, 2, ids.numel())
+    slot_of_route_N, rank_of_route_N = empty(device, ids.numel()), empty(device, ids.numel())
     kernels.keep_local[(ceil_div(routes, WIDTH),)](
         all_ids, expert_start, local_ids, slot_of_route_N, rank_of_route_N, status, transport.given_up, transport.rank, ranks,
         local, capacity, slices, tokens // slices * top_k, room, routes, RANKS=peers, WIDTH=WIDTH,

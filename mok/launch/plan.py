@@ -265,7 +265,7 @@ def plan_tables(
         backward.group_size, forward_tiles, backward_tiles + again_tiles, shared_tasks[0], shared_tasks[1] + weight_tasks,
         BINS=bins,
     )  # fmt: skip
-    expert_of_block_B, group_of_block_B, group_target_G = empty(device, 3, blocks)
+    expert_of_block_B, group_of_block_B, group_target_G = (empty(device, blocks) for _ in range(3))
     kernels.describe_blocks[(ceil_div(blocks, WIDTH),)](
         expert_start, forward_group_start, expert_of_block_B, group_of_block_B, group_target_G, num_experts,
         forward_order.group_size, columns_h, blocks, WIDTH=WIDTH, BINS=bins,

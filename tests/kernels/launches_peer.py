@@ -17,14 +17,17 @@ from tests.kernels.cross_compile import NUM_SMS
 
 def launch_all(arch: int) -> None:
     config = KernelConfig(programs=NUM_SMS[arch], tensor_memory=arch >= 100)
-    launch_layer(config, tokens=300, hidden=7168, width=512, top_k=8)
+    for rank, tokens in enumerate((299, 300, 0)):
+        launch_layer(config, rank=rank, tokens=tokens, hidden=7168, width=512, top_k=8)
     launch_litmus()
 
 
-def launch_layer(config: KernelConfig, *, tokens: int, hidden: int, width: int, top_k: int) -> None:
-    ranks, num_experts = 2, 8
-    shape = WorkspaceShape(tokens, top_k, hidden, width, ranks)
-    transport = PeerTransport(shape, 1, torch.zeros(shape.bytes, dtype=torch.uint8), [0] * ranks, row_room=0.0, timeout_s=1.0)
+def launch_layer(config: KernelConfig, *, rank: int, tokens: int, hidden: int, width: int, top_k: int) -> None:
+    ranks, num_experts = 4, 8
+    shape = WorkspaceShape(300, top_k, hidden, width, ranks)
+    memory = torch.zeros(shape.bytes, dtype=torch.uint8)
+    transport = PeerTransport(shape, rank, memory, [0] * ranks, row_room=0.0, timeout_s=1.0)
+    grid = CallGrid(ranks, ranks, (0,), ranks, rank)
     x = torch.zeros(tokens, hidden, dtype=torch.bfloat16)
     router = torch.zeros(tokens, top_k)
     gate, up = (torch.zeros(num_experts // ranks, width, hidden, dtype=torch.bfloat16) for _ in range(2))
@@ -33,7 +36,7 @@ def launch_layer(config: KernelConfig, *, tokens: int, hidden: int, width: int, 
     gradients = mega.Gradients(gate.float(), up.float(), down.float(), False)
     ids = torch.zeros(tokens, top_k, dtype=torch.int32)
     peers = peer.plan_over_ranks(
-        ids, num_experts, hidden, width, config.forward_order, config.backward_order, transport, grid=CallGrid(2, 2, (0,), 2, 1)
+        ids, num_experts, hidden, width, config.forward_order, config.backward_order, transport, grid=grid
     )
     peer.send_tokens(peers, x=x, dy=x, weights=router)
     rows = x.new_empty(peers.rows.max_rows, hidden)
