@@ -33,5 +33,9 @@ def assert_same_bits(name: str, first: Tensor, second: Tensor) -> None:
         f"{name}: {first.dtype} {first.shape}, {second.dtype} {second.shape}"
     )
     one, two = (value.detach().contiguous().view(torch.uint8) for value in (first, second))
-    different = (one != two).sum().item()
-    assert not different, f"{name}: {different} of {one.numel()} bytes differ"
+    different = one != two
+    assert not different.any(), (
+        f"{name} {tuple(first.shape)}: {different.sum().item()} of {one.numel()} bytes differ, the first at element "
+        f"{int(different.flatten().int().argmax()) // first.element_size()}, in rows "
+        f"{different.flatten(1).any(1).nonzero().flatten().tolist()[:16] if different.dim() > 1 else []}"
+    )

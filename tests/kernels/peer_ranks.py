@@ -24,13 +24,12 @@ from mok.backends import mega, staged
 from mok.backends.interface import LayerShape, Options
 from mok.errors import MokError
 from mok.grid import CallGrid
-from mok.launch import mega as mega_launch
 from mok.launch.status import check_status
 from mok.shapes import WorkspaceShape
 from mok.transport.interface import Transport
 from mok.transport.peer import PeerTransport
-from tests.kernels.virtual_ranks import run_beside_others
 
+DEVICE = torch.device("cuda", 0)
 SHAPE = LayerShape(512, 384, 12, 4)
 TOKENS = 192
 """Of all ranks in a call; 3/4 of an even share for the last one."""
@@ -47,7 +46,7 @@ def tokens_of(rank: int, ranks: int) -> slice:
 
 def train(backend: Any, rank: int, ranks: int, transport: Transport | None, steps: int = STEPS) -> dict[str, Tensor]:
     """Some steps of plain gradient descent on one layer's experts; every result of the last step, and the weights."""
-    device = torch.device("cuda")
+    device = DEVICE
     grid = CallGrid(ranks, ranks, (0,), ranks, rank)
     generator = torch.Generator().manual_seed(7)
     local = slice(rank * SHAPE.num_experts // ranks, (rank + 1) * SHAPE.num_experts // ranks)
@@ -58,13 +57,7 @@ def train(backend: Any, rank: int, ranks: int, transport: Transport | None, step
     ]
     weights = [master.bfloat16().requires_grad_() for master in masters]
     shape = replace(SHAPE, ranks=ranks)
-    kernel = None
-    if backend is mega:
-        programs = torch.cuda.get_device_properties(device).multi_processor_count // ranks
-        kernel = replace(mega.settings(shape, device), programs=programs)
-        if ranks > 1:
-            mega_launch.run = run_beside_others
-    options = Options(transport=transport, kernel=kernel, recompute="none")
+    options = Options(transport=transport, recompute="none")
     mine = tokens_of(rank, ranks)
     found: dict[str, Tensor] = {}
     for step in range(steps):
@@ -108,7 +101,7 @@ def fail(rank: int, transport: PeerTransport, how: str) -> dict[str, Any]:
 
 def main() -> None:
     rank, ranks, folder, what = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
-    torch.cuda.set_device(0)
+    torch.cuda.set_device(DEVICE)
     store = dist.FileStore(str(folder / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=datetime.timedelta(seconds=60))
     group = dist.group.WORLD
@@ -122,7 +115,7 @@ def main() -> None:
 
     shape = WorkspaceShape(TOKENS, SHAPE.top_k, SHAPE.hidden_size, SHAPE.intermediate_size, ranks)
     timeout_s = 3.0 if what in ("kill", "stall") else 30.0
-    transport = PeerTransport.allocate(shape, group, torch.device("cuda", 0), agree, row_room=0.0, timeout_s=timeout_s)
+    transport = PeerTransport.allocate(shape, group, DEVICE, agree, row_room=0.0, timeout_s=timeout_s)
     if what in ("kill", "stall"):
         result: Any = fail(rank, transport, what)
     else:

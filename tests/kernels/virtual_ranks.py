@@ -43,7 +43,16 @@ def transports(shape: WorkspaceShape, device: torch.device = CPU, **options: flo
 def run_beside_others(kernel: Any, config: Any, *arguments: Any) -> None:
     """In place of `mok.launch.mega.run`, for ranks that share a GPU: not a cooperative launch, of which two might be kept from
     running beside one another. `config.programs` of all ranks must fit at once."""
-    kernel[(config.programs,)](*arguments, num_warps=4, maxnreg=168, enable_fp_fusion=False)
+    kernel[(config.programs,)](*arguments, **LAUNCH)
+
+
+def load(kernel: Any, config: Any, *arguments: Any) -> None:
+    """Compile and load what `run_beside_others` will launch. A module is not loaded while a kernel on the GPU waits for one
+    that comes after the load."""
+    kernel.warmup(*arguments, grid=(config.programs,), **LAUNCH)._init_handles()
+
+
+LAUNCH: dict[str, Any] = {"num_warps": 4, "maxnreg": 168, "enable_fp_fusion": False}
 
 
 @triton.jit
@@ -142,6 +151,8 @@ class Lockstep:
         """The megakernel of every rank, one behind the other, since they wait for one another."""
 
         def run_all(all_: list[tuple[Any, ...]]) -> None:
+            for given in all_:
+                load(kernel, config, *given)
             for stream, given in zip(self.streams, all_, strict=True):
                 with torch.cuda.stream(stream):
                     run_beside_others(kernel, config, *given)
