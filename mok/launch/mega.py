@@ -18,6 +18,7 @@ from mok.kernels.rows import sum_partials
 from mok.launch.config import KernelConfig
 from mok.launch.peer import PeerPlan, partials_back, pull_weights, returned_rows
 from mok.launch.plan import DevicePlan, ceil_div
+from mok.topology.own_gpu import ranks_of_a_gpu
 
 __all__ = [
     "Backward",
@@ -386,12 +387,16 @@ def sum_partial_rows(partial: Tensor, row_of_result: Tensor, out: Tensor) -> Non
 
 
 def run(kernel: Any, config: KernelConfig, *arguments: Any) -> None:
-    """Launch as many programs as can be resident at once; the driver refuses a cooperative launch of more.
+    """Launch as many programs as can be resident at once, beside those of ranks that share the GPU and wait for this one; the
+    driver refuses a cooperative launch of more than fit.
 
     168 registers for each of twelve warps fill the register file; the roles then share them out unevenly. Contraction of
     a product and a sum is switched off because rule 4 of docs/numerics.md rounds them apart.
     """
-    programs = config.programs or torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    programs = config.programs
+    if not programs:
+        multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        programs = max(multiprocessors // ranks_of_a_gpu(), 1)
     kernel[(programs,)](
         *arguments,
         num_warps=8 if config.tensor_memory else 4,

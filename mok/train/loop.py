@@ -37,6 +37,7 @@ from mok.determinism.trace import Recorder
 from mok.errors import CheckpointError, Interrupted, NonFiniteError, RunError, UsageError
 from mok.hf_import import HfWeights, config_folder
 from mok.model.transformer import DTYPES
+from mok.topology.own_gpu import ranks_of_a_gpu
 from mok.train.batches import Batches
 from mok.train.device import prepare_device
 from mok.train.memory import keep_freed_memory, old_objects_stay
@@ -298,6 +299,8 @@ class Run:
             f"{torch.get_num_threads()} threads, writing to {self.folder.path}"
         )
 
+        if self.device.type == "cuda" and (sharers := ranks_of_a_gpu()) > 1:
+            self.say(f"note: {sharers} ranks share a GPU: the same bits, but no speed to speak of")
         group = self.ranks.group
         if group.transport is not None and group.transport_reason:
             self.say(f"moe.transport = {recipe.moe.transport} takes {group.transport.name}: {group.transport_reason}")

@@ -29,7 +29,8 @@ from mok.errors import Interrupted, MokError, RankError
 from mok.gradients import Exchange
 from mok.grid import Layout
 from mok.model.transformer import Group
-from mok.topology.ranks import launched_ranks, local_rank
+from mok.topology.own_gpu import own_gpu, ranks_of_a_gpu
+from mok.topology.ranks import launched_ranks
 from mok.train.device import choose_device
 from mok.train.ranks import OneRank, Ranks
 from mok.train.reduction import OrderedReduction
@@ -127,17 +128,21 @@ class LaunchedRanks:
 def join(layout: Layout, device: torch.device, timeout_s: float) -> LaunchedRanks:
     """Meet the other ranks that the launcher started, in the layout that all of them computed.
 
-    device: this rank's own. timeout_s: how long a rank waits for another, here and later. Raises RankError, on every rank, if
-    one of them cannot take part or was started with another layout.
+    device: this rank's; where ranks share a GPU, groups run on gloo, since NCCL wants a GPU for each. timeout_s: how long a
+    rank waits for another, here and later. Raises RankError, on every rank, if one of them cannot take part or was started with
+    another layout.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # Sums inside the switch have no fixed order. None is asked for here, and none can be chosen behind our back.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        if ranks_of_a_gpu() > 1:
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     # The watch ends a rank that waits too long and says for whom; the groups' own limit only backs it up.
     limit = datetime.timedelta(seconds=2 * timeout_s + 30)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and ranks_of_a_gpu() == 1 else "gloo"
     try:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=limit)
+        dist.init_process_group(backend, timeout=limit)
     except (RuntimeError, ValueError) as error:
         raise RankError(f"rank {layout.rank} could not meet the others at step 0, stage start: {error}") from error
     return assemble(layout, device, timeout_s)
@@ -173,7 +178,8 @@ def met(start: Start, replicas: int, ep: int, device_name: str) -> Iterator[tupl
     """Around the work of this process of a launch: (how the run begins, the ranks, this rank's device).
 
     start: as this rank planned it; rank 0's is taken by all. replicas, ep: the launch. device_name: auto, cpu or cuda; on CUDA
-    each rank of a machine takes its own. Raises RankError where the ranks cannot meet or one of them is lost.
+    each rank of a machine takes its own, or they share what there are. Raises RankError where the ranks cannot meet or one of
+    them is lost.
     """
     use_private_triton_cache()
     launched = launched_ranks()
@@ -181,7 +187,7 @@ def met(start: Start, replicas: int, ep: int, device_name: str) -> Iterator[tupl
     device = choose_device(device_name)
     if device.type == "cuda":
         prepare_cuda()
-        device = torch.device("cuda", local_rank())
+        device = own_gpu()
     layout = Layout(start.grid, replicas, ep, rank)
     if layout.world_size == 1:
         yield start, OneRank(layout), device
