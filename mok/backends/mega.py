@@ -31,9 +31,8 @@ if TYPE_CHECKING:  # Triton is missing on some systems, and `why_not` must be ab
 
 __all__ = ["TRANSPORTS", "MegaSchedule", "Saved", "backward", "build_schedule", "forward", "settings", "why_not"]
 
-TRANSPORTS = ()
-"""See `mok.backends.interface`. Its launches pull and return rows through peer memory themselves; that is compiled and modelled
-by tests, and stays refused until tests/kernels/test_gpu_peer.py has passed on a GPU."""
+TRANSPORTS = ("peer",)
+"""See `mok.backends.interface`: its launches pull and return rows themselves."""
 
 
 @dataclass(frozen=True)

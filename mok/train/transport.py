@@ -20,7 +20,7 @@ from mok.model.transformer import DTYPES, Group
 from mok.shapes import layer_shape, workspace_shape
 from mok.topology.advice import advise
 from mok.topology.ranks import merge, own_report
-from mok.transport.peer import NOT_RUN, PeerTransport
+from mok.transport.peer import PeerTransport
 
 if TYPE_CHECKING:  # which imports this module
     from mok.train.processes import LaunchedRanks
@@ -32,15 +32,15 @@ def settle_transport(recipe: Recipe, ranks: LaunchedRanks, device: torch.device)
     """This rank's group with the transport that `moe.transport` means here, the same on all ranks, and why.
 
     A collective call. `auto` takes peer memory where a backend can move rows through it, `mok.topology` finds every group
-    inside one NVLink domain, and the memory can be made on every rank (and see `NOT_RUN`); else all-to-all. Raises UsageError
-    or RankError, on every rank, where peer memory is asked for and cannot be had.
+    inside one NVLink domain, and the memory can be made on every rank; else all-to-all. Raises UsageError or RankError, on
+    every rank, where peer memory is asked for and cannot be had.
     """
     layout, group, wanted = ranks.layout, ranks.group, recipe.moe.transport
     if layout.ep == 1 or wanted == "collective" or recipe.model.num_dense_layers == recipe.model.num_layers:
         return group
     reason = _refused(recipe, layout, device)
     if not reason and wanted == "auto":
-        reason = NOT_RUN or _advised_against(recipe, ranks)
+        reason = _advised_against(recipe, ranks)
     if not reason:
         try:
             opened = _open_memory(recipe, ranks, device)

@@ -18,10 +18,7 @@ from torch import Tensor
 from mok.errors import UsageError
 from mok.shapes import WorkspaceShape
 
-__all__ = ["NOT_RUN", "PeerTransport"]
-
-NOT_RUN = 'peer memory has not been run between GPUs yet, only on one that ranks share; ask for it with moe.transport = "peer"'
-"""Why `moe.transport = "auto"` does not take it; to be emptied once it has."""
+__all__ = ["PeerTransport"]
 
 
 class PeerTransport:

@@ -34,10 +34,10 @@ SIZES = (
 )
 
 
-def start(folder: Path, name: str, *options: str) -> subprocess.Popen[str]:
-    """Three steps into folder / name, with a cache of compiled kernels that is empty, and nothing set for cuBLAS."""
+def start(folder: Path, name: str, *options: str, steps: int = 3) -> subprocess.Popen[str]:
+    """Some steps into folder / name, with a cache of compiled kernels that is empty, and nothing set for cuBLAS."""
     overrides = [word for entry in arguments(folder, *SIZES) for word in ("--set", entry)]
-    words = ["train", str(RECIPE), *overrides, "--out", str(folder / name), "--steps", "3", "--device", "cuda", *options]
+    words = ["train", str(RECIPE), *overrides, "--out", str(folder / name), "--steps", str(steps), "--device", "cuda", *options]
     environment = {key: value for key, value in os.environ.items() if key != "CUBLAS_WORKSPACE_CONFIG"}
     environment |= {"PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(folder / f"cache-{name}")}
     command = [sys.executable, "-m", "mok_cli", *words]
@@ -73,6 +73,16 @@ def test_two_ranks_choose_the_kernels_of_one_and_give_its_bits(tmp_path: Path) -
     together = outcome(start(tmp_path, "together", *options), tmp_path / "together")
     assert together[0]["kernels"] == alone[0]["kernels"]
     assert together[1] == alone[1] and together[2] == alone[2]
+
+
+@pytest.mark.parametrize("backend", ["staged", "mega"])
+def test_ranks_that_share_a_gpu_train_over_peer_memory_with_the_bits_of_one(backend: str, tmp_path: Path) -> None:
+    options = ("--set", f"moe.backend={backend}")
+    apart = ("--nproc", "2", "--set", "moe.ep=2", "--set", "moe.transport=peer")
+    alone, together = start(tmp_path, "alone", *options, steps=20), start(tmp_path, "together", *options, *apart, steps=20)
+    one, two = outcome(alone, tmp_path / "alone"), outcome(together, tmp_path / "together")
+    assert "moe.transport = peer takes peer" in (tmp_path / "together" / "train.log").read_text()
+    assert len({key.split(",")[0] for key in one[1]}) >= 20 and two[1] == one[1] and two[2] == one[2]
 
 
 def test_what_ranks_over_nccl_save_is_what_one_rank_loads(tmp_path: Path) -> None:
