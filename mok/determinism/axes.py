@@ -105,8 +105,8 @@ def arms_of(axis: str, recipe: Recipe, device: str, runs: int) -> tuple[list[Arm
         "rerun": lambda: ([Arm(f"run {i + 1}") for i in range(1, runs)], ""),
         "resume": lambda: resume_arms(recipe),
         "threads": lambda: ([Arm(f"{n} threads", changes={"train.threads": n}) for n in (1, 2, 3)], ""),
-        "ranks": lambda: rank_arms(recipe, device),
-        "ep": lambda: expert_parallel_arms(recipe, device),
+        "ranks": lambda: rank_arms(recipe),
+        "ep": lambda: expert_parallel_arms(recipe),
         "accumulation": lambda: accumulation_arms(recipe),
         "batch": lambda: ([Arm("rows alone and among others", layer_check="batch")], ""),
         "backend": lambda: backend_arms(recipe, device),
@@ -114,7 +114,7 @@ def arms_of(axis: str, recipe: Recipe, device: str, runs: int) -> tuple[list[Arm
             [Arm("buffers 16 bytes off", misalign=True), Arm("odd data pointers", layer_check="alignment")],
             "",
         ),
-        "jitter": lambda: jitter_arms(recipe, device),
+        "jitter": lambda: jitter_arms(recipe),
     }
     return makers[axis]()
 
@@ -129,26 +129,17 @@ def resume_arms(recipe: Recipe) -> tuple[list[Arm], str]:
     return [Arm(f"killed after step {step}, resumed", changes={"checkpoint.every": every}, kill_after=step)], ""
 
 
-def num_devices(device: str) -> int:
-    """Ranks that this machine can run: one per GPU, or as many CPU processes as the axes ask for."""
-    if device != "cuda":
-        return MOST_RANKS
-    import torch
-
-    return torch.cuda.device_count()
+def rank_arms(recipe: Recipe) -> tuple[list[Arm], str]:
+    lanes = recipe.distributed.lanes
+    arms = [Arm(f"{n} ranks", n) for n in (2, 4) if lanes % n == 0]
+    return arms, "" if arms else f"distributed.lanes = {lanes} allows no other number of replicas"
 
 
-def rank_arms(recipe: Recipe, device: str) -> tuple[list[Arm], str]:
-    lanes, most = recipe.distributed.lanes, num_devices(device)
-    arms = [Arm(f"{n} ranks", n) for n in (2, 4) if lanes % n == 0 and n <= most]
-    return arms, "" if arms else f"distributed.lanes = {lanes} on {most} devices allows no other number of replicas"
-
-
-def expert_parallel_arms(recipe: Recipe, device: str) -> tuple[list[Arm], str]:
-    lanes, slices, most = recipe.distributed.lanes, recipe.distributed.slices, num_devices(device)
-    layouts = [(n, ep) for n, ep in ((2, 2), (4, 4), (4, 2)) if n <= most and slices % ep == 0 and lanes % (n // ep) == 0]
+def expert_parallel_arms(recipe: Recipe) -> tuple[list[Arm], str]:
+    lanes, slices = recipe.distributed.lanes, recipe.distributed.slices
+    layouts = [(n, ep) for n, ep in ((2, 2), (4, 4), (4, 2)) if slices % ep == 0 and lanes % (n // ep) == 0]
     arms = [Arm(f"ep {ep} on {n} ranks", n, {"moe.ep": ep}) for n, ep in layouts]
-    return arms, "" if arms else f"distributed.slices = {slices} on {most} devices allows no other size"
+    return arms, "" if arms else f"distributed.slices = {slices} allows no other size"
 
 
 def accumulation_arms(recipe: Recipe) -> tuple[list[Arm], str]:
@@ -159,8 +150,8 @@ def accumulation_arms(recipe: Recipe) -> tuple[list[Arm], str]:
     return arms, "" if arms else "the grid allows one size of call only"
 
 
-def jitter_arms(recipe: Recipe, device: str) -> tuple[list[Arm], str]:
-    ep = 2 if num_devices(device) >= 2 and recipe.distributed.slices % 2 == 0 else 1
+def jitter_arms(recipe: Recipe) -> tuple[list[Arm], str]:
+    ep = 2 if recipe.distributed.slices % 2 == 0 else 1
     return [Arm(f"random delays, ep {ep}", ep, {"moe.ep": ep}, jitter=True)], ""
 
 
