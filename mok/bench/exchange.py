@@ -1,22 +1,15 @@
 """How fast rows travel between the ranks that share experts: out to the experts and back, alone and as part of a layer.
 
 Runs as every rank of a launch: `python -m mok.bench.exchange SPEC.json`. Each way is checked before it is timed: rows that
-come back untouched must be the bytes that went out, at their own (token, slot). Ranks that share a GPU measure its memory and
-scheduling, not a link, and the report says so. Read next: `mok/launch/peer.py` and `mok/transport/collective.py`.
+come back untouched must be the bytes that went out, at their own (token, slot). Read next: `mok/launch/peer.py` and
+`mok/transport/collective.py`.
 """
 
 from __future__ import annotations
 
-import datetime
-import json
-import os
-import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,21 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mok.backends import choose
-from mok.bench.layer import make_problem
-from mok.errors import CheckFailed, MokError, RankError, UsageError
+from mok.bench.layer import Inputs, make_problem
+from mok.bench.ranks import TIMEOUT_S, BenchRank, run_ranks
+from mok.errors import MokError, UsageError
 from mok.grid import CallGrid
 from mok.layer import moe_layer
 from mok.schedule import build_schedule, count_routes
 from mok.shapes import LayerShape, WorkspaceShape
 from mok.train.device import choose_device
-from mok.train.processes import launch, launched_ranks
 from mok.transport.collective import CollectiveTransport
 from mok.transport.interface import Transport
 from mok.transport.peer import PeerTransport
 
 __all__ = ["ExchangeReport", "ExchangeRow", "bench_exchange"]
-
-TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -56,41 +47,48 @@ class ExchangeRow:
 
 @dataclass(frozen=True)
 class ExchangeReport:
-    """rows; left_out: what was not measured, and why; environment: what it was measured on."""
+    """rows; left_out: what was not measured, and why; environment: what it was measured on; trace: a timeline of mega's tasks
+    and movers on all ranks, where it was asked for and mega ran."""
 
     rows: list[ExchangeRow]
     left_out: dict[str, str]
     environment: dict[str, Any]
+    trace: dict[str, Any] | None = None
 
 
 def bench_exchange(
-    shape: LayerShape, *, tokens: int, nproc: int, routing: str, calls: int, device: str, say: Callable[[str], None]
+    shape: LayerShape,
+    *,
+    tokens: int,
+    nproc: int,
+    routing: str,
+    calls: int,
+    device: str,
+    trace: bool,
+    say: Callable[[str], None],
 ) -> ExchangeReport:
     """Time the exchange of a layer of `shape` among `nproc` ranks of this machine, `tokens` on each. Raises UsageError where
     the ranks cannot share the experts, CheckFailed if a row came back wrong or a rank was lost."""
     if nproc < 2 or shape.num_experts % nproc:
         raise UsageError(f"--nproc {nproc}: must be 2 or more and divide the {shape.num_experts} experts of the layer")
-    chosen = choose_device(device)
-    gpus = torch.cuda.device_count() if chosen.type == "cuda" else 0
-    if gpus and gpus < nproc:
-        say(f"note: {nproc} ranks share {gpus} GPU(s): no link is measured")
-        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    with tempfile.TemporaryDirectory(prefix="mok-bench-") as folder:
-        spec, result = Path(folder, "spec.json"), Path(folder, "result.json")
-        content = {"shape": asdict(shape), "tokens": tokens, "routing": routing, "calls": calls, "device": chosen.type}
-        spec.write_text(json.dumps(content), encoding="utf-8")
-        if launch("mok.bench.exchange", [str(spec)], nproc) or not result.is_file():
-            raise CheckFailed("a rank of the benchmark ended; its error is above")
-        found = json.loads(result.read_text(encoding="utf-8"))
-    return ExchangeReport([ExchangeRow(**row) for row in found["rows"]], found["left_out"], found["environment"])
+    kind = choose_device(device).type
+    if trace and kind != "cuda":
+        raise UsageError("--trace: the megakernel needs a CUDA device of compute capability 9.0")
+    spec = {"shape": asdict(shape), "tokens": tokens, "routing": routing, "calls": calls, "device": kind, "trace": trace}
+    found = run_ranks("mok.bench.exchange", spec, nproc, say)
+    return ExchangeReport(
+        [ExchangeRow(**row) for row in found["rows"]], found["left_out"], found["environment"], found["trace"]
+    )
 
 
-class Bench:
+class Bench(BenchRank):
     """One rank: its layer, its tokens, and what it has timed."""
 
-    def __init__(self, spec: dict[str, Any], rank: int, ranks: int, device: torch.device) -> None:
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        spec, rank, ranks, device = self.spec, self.rank, self.ranks, self.device
         self.shape = replace(LayerShape(**spec["shape"]), ranks=ranks)
-        self.rank, self.ranks, self.device, self.calls = rank, ranks, device, spec["calls"]
+        self.calls = spec["calls"]
         self.grid = CallGrid(ranks, ranks, (0,), ranks, rank)
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         local = replace(self.shape, num_experts=self.shape.num_experts // ranks, top_k=min(self.shape.top_k, 1), ranks=1)
@@ -104,6 +102,7 @@ class Bench:
         self.x_TH, self.ids_TK, self.router_TK, self.dy_TH = inputs.x_TH, inputs.ids_TK, inputs.weights_TK, inputs.dy_TH
         self.rows: list[ExchangeRow] = []
         self.left_out: dict[str, str] = {}
+        self.timeline: dict[str, Any] | None = None
 
     def link_bytes(self, once: bool) -> int:
         """Bytes of rows that the busiest rank gets from others; a token `once` for each rank that wants it."""
@@ -120,35 +119,9 @@ class Bench:
     def time(
         self, name: str, what: str, work: Callable[[], Any], link_bytes: int, before: Callable[[], Any] | None = None
     ) -> None:
-        """Add the median over calls of the slowest rank's time for `work`, after `before`, which is not timed."""
-        seconds = []
-        for turn in range(self.calls + 2):
-            if before is not None:
-                before()
-            self.synchronize()
-            dist.barrier()
-            started = time.perf_counter()
-            work()
-            self.synchronize()
-            if turn >= 2:
-                seconds.append(time.perf_counter() - started)
-        everyone: list[list[float]] = [[]] * self.ranks
-        dist.all_gather_object(everyone, seconds)
-        slowest = sorted(max(call) * 1e3 for call in zip(*everyone, strict=True))
-        median = statistics.median(slowest)
-        spread = slowest[len(slowest) * 3 // 4] - slowest[len(slowest) // 4]
+        """Add the slowest rank's time for `work`, after `before`, which is not timed."""
+        median, spread = self.times(lambda _: work(), self.calls, before)
         self.rows.append(ExchangeRow(name, what, median, spread, link_bytes, link_bytes / median / 1e6))
-
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def agree(self, problem: str) -> None:
-        problems: list[str] = [""] * self.ranks
-        dist.all_gather_object(problems, problem)
-        if any(problems):
-            rank = next(rank for rank, found in enumerate(problems) if found)
-            raise RankError(f"rank {rank}: {problems[rank]}")
 
     def check(self, name: str, slots_KTH: Tensor) -> None:
         """Rows that came back untouched: each slot of a token holds the token."""
@@ -156,10 +129,10 @@ class Bench:
         wrong = [k for k, slot_TH in enumerate(slots_KTH) if not torch.equal(slot_TH.contiguous().view(torch.uint8), sent)]
         self.agree(f"{name}: rows of slots {wrong} came back with other bytes than they left with" if wrong else "")
 
-    def collective(self, group: dist.ProcessGroup) -> None:
+    def collective(self) -> None:
         """All-to-all, and the torch backend around it."""
-        transport = CollectiveTransport(group)
-        name = f"collective ({dist.get_backend(group)}), torch"
+        transport = CollectiveTransport(self.group)
+        name = f"collective ({'nccl' if self.nccl else 'gloo'}), torch"
 
         def plan() -> Any:
             counts_CE = transport.all_counts(count_routes(self.ids_TK, self.shape.num_experts, self.grid))
@@ -176,7 +149,7 @@ class Bench:
         self.time(name, "combine", lambda: list(transport.slots_of_rows(rows, schedule)), sent)
         self.layer(name, "torch", transport, sent, sent)
 
-    def peer(self, group: dist.ProcessGroup) -> None:
+    def peer(self) -> None:
         """Peer memory by kernels of its own, and as part of the backends that can."""
         from mok.launch import peer
         from mok.launch.plan import TaskOrder
@@ -184,7 +157,7 @@ class Bench:
         name = "peer, staged"
         shape, tokens = self.shape, self.x_TH.shape[0]
         room = WorkspaceShape(tokens, shape.top_k, shape.hidden_size, shape.intermediate_size, self.ranks)
-        transport = PeerTransport.allocate(room, group, self.device, self.agree, row_room=0.0, timeout_s=TIMEOUT_S)
+        transport = PeerTransport.allocate(room, self.group, self.device, self.agree, row_room=0.0, timeout_s=TIMEOUT_S)
         sizes = shape.num_experts, shape.hidden_size, shape.intermediate_size, TaskOrder(), TaskOrder()
 
         def plan() -> peer.PeerPlan:
@@ -209,6 +182,19 @@ class Bench:
         self.time(name, "combine", combine, each, before=dispatch)
         self.layer(name, "staged", transport, once, each)
         self.layer("peer, mega", "mega", transport, once, each)
+        if self.spec["trace"] and "peer, mega" not in self.left_out:
+            self.trace(transport)
+
+    def trace(self, transport: PeerTransport) -> None:
+        """One forward and one backward of all ranks, with the times that the kernels note."""
+        from mok.bench.trace import chrome_trace, trace_rank
+        from mok.launch.mega import Weights
+
+        inputs = Inputs(self.x_TH, self.ids_TK, self.router_TK, self.dy_TH)
+        weights = Weights(*(weight.detach() for weight in self.weights))
+        every: list[Any] = [None] * self.world_size
+        dist.all_gather_object(every, trace_rank(inputs, weights, self.shape, transport, self.grid))
+        self.timeline = chrome_trace({f"rank {rank}": found for rank, found in enumerate(every)}, one_clock=self.shared)
 
     def layer(self, name: str, backend: str, transport: Transport, out_bytes: int, back_bytes: int) -> None:
         """Whole passes: rows go out once and come back once in each; in the backward x may go out again."""
@@ -239,45 +225,26 @@ class Bench:
 
 def main(path: str) -> None:
     """One rank."""
-    spec = json.loads(Path(path).read_text(encoding="utf-8"))
-    launched = launched_ranks()
-    assert launched is not None
-    rank, ranks = launched
-    device, shared = torch.device(spec["device"]), False
-    if device.type == "cuda":
-        shared = torch.cuda.device_count() < ranks
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-    nccl = device.type == "cuda" and not shared
-    dist.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=datetime.timedelta(seconds=2 * TIMEOUT_S))
-    group = dist.group.WORLD
-    assert group is not None
-    bench = Bench(spec, rank, ranks, device)
-    if device.type == "cpu" or nccl:
-        bench.collective(group)
+    bench = Bench(path)
+    if bench.device.type == "cpu" or bench.nccl:
+        bench.collective()
     else:
         bench.left_out["collective, torch"] = "NCCL wants a GPU for each rank"
-    if device.type == "cpu":
+    if bench.device.type == "cpu":
         bench.left_out["peer, staged"] = "ranks on CPUs have no memory to open to one another"
     else:
         try:
-            bench.peer(group)
+            bench.peer()
         except MokError as error:
             bench.left_out["peer, staged"] = str(error)
-    if rank == 0:
-        environment = {
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "ranks": ranks,
-            "ranks_share_a_gpu": shared,
-            "tokens_per_rank": spec["tokens"],
-            "routing": spec["routing"],
-            "shape": spec["shape"],
-            "torch": torch.__version__,
-        }
-        found = {"rows": [asdict(row) for row in bench.rows], "left_out": bench.left_out, "environment": environment}
-        Path(path).with_name("result.json").write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
+    spec = bench.spec
+    environment = bench.environment() | {
+        "tokens_per_rank": spec["tokens"],
+        "routing": spec["routing"],
+        "shape": spec["shape"],
+    }
+    rows = [asdict(row) for row in bench.rows]
+    bench.report({"rows": rows, "left_out": bench.left_out, "environment": environment, "trace": bench.timeline})
 
 
 if __name__ == "__main__":

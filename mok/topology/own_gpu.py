@@ -13,7 +13,7 @@ import torch
 from mok.errors import UsageError
 from mok.topology.ranks import local_rank
 
-__all__ = ["own_gpu", "ranks_of_a_gpu"]
+__all__ = ["own_gpu", "ranks_of_a_gpu", "share_memory_of_one_gpu"]
 
 
 def own_gpu() -> torch.device:
@@ -27,3 +27,9 @@ def ranks_of_a_gpu() -> int:
     if not ranks.isdecimal():
         raise UsageError(f"LOCAL_WORLD_SIZE={ranks} in the environment: not a number; a launcher sets it, so without one unset it")
     return -(-int(ranks) // gpus) if gpus else 1
+
+
+def share_memory_of_one_gpu() -> None:
+    """Let ranks of one GPU open memory to one another, where they have to: torch's symmetric memory refuses it otherwise."""
+    if ranks_of_a_gpu() > 1:
+        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"

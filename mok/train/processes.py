@@ -29,7 +29,7 @@ from mok.errors import Interrupted, MokError, RankError
 from mok.gradients import Exchange
 from mok.grid import Layout
 from mok.model.transformer import Group
-from mok.topology.own_gpu import own_gpu, ranks_of_a_gpu
+from mok.topology.own_gpu import own_gpu, ranks_of_a_gpu, share_memory_of_one_gpu
 from mok.topology.ranks import launched_ranks
 from mok.train.device import choose_device
 from mok.train.ranks import OneRank, Ranks
@@ -136,8 +136,7 @@ def join(layout: Layout, device: torch.device, timeout_s: float) -> LaunchedRank
         torch.cuda.set_device(device)
         # Sums inside the switch have no fixed order. None is asked for here, and none can be chosen behind our back.
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-        if ranks_of_a_gpu() > 1:
-            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        share_memory_of_one_gpu()
     # The watch ends a rank that waits too long and says for whom; the groups' own limit only backs it up.
     limit = datetime.timedelta(seconds=2 * timeout_s + 30)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and ranks_of_a_gpu() == 1 else "gloo"
