@@ -15,6 +15,7 @@ from mok_cli.output import FileToWrite, Output, examples, json_option
 
 if TYPE_CHECKING:
     from mok.bench.layer import LayerRow
+    from mok.shapes import LayerShape
 
 __all__ = ["layer", "problems_of"]
 
@@ -47,6 +48,8 @@ SLOWER = 1.1
 @click.option("--calls", type=click.IntRange(min=2), default=24, show_default=True, help="Timed calls of each.")
 @click.option("--check/--no-check", default=True, show_default=True, help="Compare with float64 before timing.")
 @click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option("--nproc", type=click.IntRange(min=1), default=1, metavar="N", help="Ranks of this machine, TOKENS on each.")
+@click.option("--ep", type=click.IntRange(min=1), metavar="R", help="Ranks that share the experts; by default all of them.")
 @click.option("--plot", type=FileToWrite(), help="Write a bar chart (needs matplotlib).")
 @click.option("--trace", type=FileToWrite(), help="Write a timeline of mega's tasks (Chrome trace).")
 @click.option("--compare", type=click.Path(exists=True, dir_okay=False), help="An older --json report to compare with.")
@@ -62,6 +65,8 @@ def layer(
     calls: int,
     check: bool,
     device: str,
+    nproc: int,
+    ep: int | None,
     plot: Path | None,
     trace: Path | None,
     compare: str | None,
@@ -70,8 +75,25 @@ def layer(
     """One layer of experts: forward, and forward with backward.
 
     Expert ids and weights are given, so no router is timed; the plan of our kernels is. A result of ours that is wrong ends the
-    run before any figure. A peer that is not installed, fails or is wrong is left out, with a line that says why.
+    run before any figure. A peer that is not installed, fails or is wrong is left out, with a line that says why. With --nproc,
+    over ranks that share the experts: ours by each way that rows can travel, beside all-to-all with torch's grouped products.
     """
+    if nproc > 1:
+        unused = {
+            "--against": against,
+            "--plot": plot,
+            "--trace": trace,
+            "--compare": compare,
+            "--recompute": recompute != "none",
+        }
+        if given := [name for name, value in unused.items() if value]:
+            raise UsageError(f"{', '.join(given)}: for one rank only; leave out what goes with --nproc {nproc}")
+        if dtype not in ("bf16", "fp32"):
+            raise UsageError(f"--dtype {dtype}: over ranks a layer is timed in bf16 or fp32")
+        _over_ranks(problems_of(shape, tokens), nproc, ep or nproc, routing, dtype, backend, calls, check, device, output)
+        return
+    if ep is not None:
+        raise UsageError(f"--ep {ep}: needs as many ranks or more; add --nproc N")
     import dataclasses
 
     import torch
@@ -136,6 +158,50 @@ def layer(
                 f"--compare {compare}: measured under other conditions ({'; '.join(differing)}); measure it again"
             )
         _compare(rows, old, output)
+
+
+def _over_ranks(
+    problems: dict[str, tuple[LayerShape, int]],
+    nproc: int,
+    ep: int,
+    routing: str,
+    dtype: str,
+    backend: str,
+    calls: int,
+    check: bool,
+    device: str,
+    output: Output,
+) -> None:
+    import dataclasses
+
+    import torch
+
+    from mok.bench.layer_ranks import bench_layer_over_ranks
+
+    output.line(f"{'':<46}{'ms':>9}{'spread':>8}{'TFLOP/s':>9}{'error':>9}")
+    reports = {}
+    for name, (shape, tokens) in problems.items():
+        found = bench_layer_over_ranks(
+            dataclasses.replace(shape, shared_size=0),
+            tokens=tokens,
+            nproc=nproc,
+            ep=ep,
+            routing=routing,
+            backend=backend,
+            calls=calls,
+            check=check,
+            device=device,
+            dtype=torch.float32 if dtype == "fp32" else torch.bfloat16,
+            say=output.line,
+        )
+        for row in found.rows:
+            error = "" if row.relative_error is None else f"{row.relative_error:.1e}"
+            label = f"{name} {row.name} {row.direction}"
+            output.line(f"{label:<46}{row.median_ms:>9.3f}{row.spread_ms:>8.3f}{row.tflops:>9.2f}{error:>9}")
+        for who, why in found.left_out.items():
+            output.line(f"{name} {who}: not measured, {why}")
+        reports[name] = dataclasses.asdict(found)
+    output.report(reports)
 
 
 def _old_report(path: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -31,12 +31,15 @@ __all__ = [
     "TABLE",
     "Clock",
     "Dense",
+    "Inputs",
     "LayerReport",
     "LayerRow",
     "Problem",
     "bench_layer",
     "call_of",
+    "first_line",
     "make_problem",
+    "make_rank_truth",
     "make_truth",
     "worst_error",
 ]
@@ -419,6 +422,17 @@ def make_truth(problem: Problem) -> Truth:
     exact = _loop(problem, inputs, torch.float64)
     plain = _loop(problem, inputs, inputs.x_TH.dtype, problem.quantization)
     return Truth(exact, {name: _error(plain[name], exact[name]) for name in exact})
+
+
+def make_rank_truth(of_tokens: Problem, of_experts: Problem) -> Truth:
+    """What one of several ranks must get. of_tokens: its tokens and the experts of all, for y, dx and the gradients of router
+    weights; of_experts: its experts and the tokens of all, ids counted from its first, for the gradients of expert weights."""
+    tokens, experts = make_truth(of_tokens), make_truth(of_experts)
+    names = ("gate", "up", "down")
+    return Truth(
+        tokens.exact | {name: experts.exact[name] for name in names},
+        tokens.plain_error | {name: experts.plain_error[name] for name in names},
+    )
 
 
 def worst_error(problem: Problem, contestant: peers.Contestant, truth: Truth, ours: bool) -> float:

@@ -25,7 +25,9 @@ def ranks_of_a_gpu() -> int:
     """How many ranks of this machine have the same GPU, at most: 1 where there are enough."""
     gpus, ranks = torch.cuda.device_count(), os.environ.get("LOCAL_WORLD_SIZE") or "1"
     if not ranks.isdecimal():
-        raise UsageError(f"LOCAL_WORLD_SIZE={ranks} in the environment: not a number; a launcher sets it, so without one unset it")
+        raise UsageError(
+            f"LOCAL_WORLD_SIZE={ranks} in the environment: not a number; a launcher sets it, so without one unset it"
+        )
     return -(-int(ranks) // gpus) if gpus else 1
 
 

@@ -23,7 +23,7 @@ def commands() -> list[str]:
 
 
 def test_the_job_gates_verifies_measures_and_trains() -> None:
-    assert [command.split()[0] for command in commands()] == ["probe-topology", "verify-determinism", "bench", "train"]
+    assert [command.split()[0] for command in commands()] == ["probe-topology", "verify-determinism", "bench", "bench", "train"]
     hosts, gpus = (int(re.search(rf"--{name}=(\d+)", SCRIPT)[1]) for name in ("nodes", "gpus-per-node"))
     assert hosts * gpus == 72 and f"--nnodes={hosts} --nproc-per-node={gpus}" in SCRIPT
 

@@ -20,6 +20,7 @@ from mok.bench.peers.absent import Absent
 from mok.errors import UsageError
 from mok.grid import CallGrid
 from mok.layer import moe_layer
+from mok.transport.interface import Transport
 
 __all__ = ["PEERS", "Contestant", "Fused", "Mok", "find", "mok_with"]
 
@@ -39,17 +40,28 @@ class Contestant(Protocol):
 class Mok:
     """Ours. Expert gradients are written to fp32, as the first call of a training step does. kernel, recompute: see
     `mok.backends.interface.Options`. weights: of a layer with 8-bit operands "quantised" in each call, as in the first of a
-    step; "kept" from call to call, as in its other calls; or "bf16", with operands as they are."""
+    step; "kept" from call to call, as in its other calls; or "bf16", with operands as they are. transport, grid: of a rank
+    that holds part of the experts."""
 
     def __init__(
-        self, problem: Any, backend: str, kernel: Any = None, recompute: str = "none", weights: str = "quantised"
+        self,
+        problem: Any,
+        backend: str,
+        kernel: Any = None,
+        recompute: str = "none",
+        weights: str = "quantised",
+        transport: Transport | None = None,
+        grid: CallGrid | None = None,
     ) -> None:
         notes = ("" if recompute == "none" else f", recompute {recompute}", "" if weights == "quantised" else f", {weights}")
         self.name = f"mok {backend}" + "".join(notes)
         self._backend = backend
         quantization = None if weights == "bf16" else problem.quantization
         cache = WeightCache() if weights == "kept" else None
-        self._options = Options(recompute=recompute, kernel=kernel, quantization=quantization, weight_cache=cache)
+        self._grid = grid or CallGrid()
+        self._options = Options(
+            recompute=recompute, kernel=kernel, quantization=quantization, weight_cache=cache, transport=transport
+        )
         self._weights = [weight.detach().requires_grad_() for weight in (problem.gate_EIH, problem.up_EIH, problem.down_EHI)]
         for weight in self._weights:
             weight.lane_grads = torch.empty((1, *weight.shape), dtype=torch.float32, device=weight.device)
@@ -60,7 +72,7 @@ class Mok:
         for weight in self._weights:
             weight.lanes_started = [False]
         arguments = (x, ids_TK, weights, tuple(self._weights))
-        y_TH, _ = moe_layer(*arguments, options=self._options, backend=self._backend, grid=CallGrid())
+        y_TH, _ = moe_layer(*arguments, options=self._options, backend=self._backend, grid=self._grid)
         return y_TH
 
     def backward(self, y_TH: Tensor, dy_TH: Tensor) -> dict[str, Tensor]:
