@@ -16,8 +16,13 @@ from mok.kernels.ring import (
     MOVER_SLOT_ELEMENTS,
     MOVER_SLOTS,
     PLAIN_ROWS,
+    TRACE_BEGUN,
+    TRACE_BROUGHT,
+    TRACE_COMBINED,
+    TRACE_RETURNED,
     Cursor,
     fence_async_global,
+    note_time,
     signal,
     stores_complete,
     wait_for,
@@ -311,16 +316,27 @@ def combine_rest(
 
 
 @gluon.jit
+def note_move(job, EVENT: gl.constexpr):
+    """For a traced launch, how far this program's mover is."""
+    note_time(job, job.num_tasks + gl.program_id(0), EVENT)
+
+
+@gluon.jit
 def move_forward(job, x, x_rows, y_rows, x_moves, moves, groups):
     """x_moves: how rows of x travel, which may be codes; moves: how rows of y do."""
     at = Cursor(gl.to_tensor(0), gl.to_tensor(0), MOVER_SLOTS)
+    note_move(job, TRACE_BEGUN)
     if moves.has_peers:
         pull(job, x_rows, moves, moves.peers[0], FACT_X, 1, False, 0, 0, moves.expert_of_block, False, False)
+        note_move(job, TRACE_BROUGHT)
         # The tiles of DOWN have written their rows over those of x.
         at = send_back(job, x_rows, moves, moves.peers[0], groups, at, moves.weights, 0)
+        note_move(job, TRACE_RETURNED)
     else:
         at = dispatch(job, x, x_rows, x_moves, at, 1, False, 0, False)
+        note_move(job, TRACE_BROUGHT)
     combine(job, y_rows, moves, groups, at, True)
+    note_move(job, TRACE_COMBINED)
 
 
 @gluon.jit
@@ -328,6 +344,7 @@ def move_backward(
     job, dy, dy_rows, x, x_rows, dx_rows, moves, groups, x_counter, x_free, again_counter, dy_free, sums, LAST: gl.constexpr
 ):  # fmt: skip
     at = Cursor(gl.to_tensor(0), gl.to_tensor(0), MOVER_SLOTS)
+    note_move(job, TRACE_BEGUN)
     if moves.has_peers:
         peers = moves.peers[0]
         if job.again:
@@ -341,14 +358,18 @@ def move_backward(
                 job, x_rows, moves, peers, FACT_X, x_counter, True, x_free.counter, x_free.target, x_free.expert_start, True,
                 x_free.by_block,
             )  # fmt: skip
+        note_move(job, TRACE_BROUGHT)
         at = send_back(job, dy_rows, moves, peers, groups, at, sums.routed, sums.count)
+        note_move(job, TRACE_RETURNED)
     else:
         if job.again:
             at = dispatch(job, x, x_rows, moves, at, again_counter, False, 0, False)
         at = dispatch(job, dy, dy_rows, moves, at, 1, False, dy_free, job.again)
         if LAST > DX:
             at = dispatch(job, x, x_rows, moves, at, x_counter, True, x_free, True)
+        note_move(job, TRACE_BROUGHT)
     combine(job, dx_rows, moves, groups, at, False)
+    note_move(job, TRACE_COMBINED)
 
 
 @gluon.jit

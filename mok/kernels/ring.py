@@ -37,6 +37,11 @@ TRACE_LOAD = gl.constexpr(1)
 TRACE_FINISH = gl.constexpr(2)
 TRACE_STORED = gl.constexpr(3)
 TRACE_EVENTS = gl.constexpr(4)
+# And of each program's mover, behind the tasks: it begins, its rows are brought, its rows are returned, its tokens are summed.
+TRACE_BEGUN = gl.constexpr(0)
+TRACE_BROUGHT = gl.constexpr(1)
+TRACE_RETURNED = gl.constexpr(2)
+TRACE_COMBINED = gl.constexpr(3)
 
 
 @record

@@ -32,6 +32,7 @@ __all__ = [
     "expert_tile",
     "forward",
     "gradient_tile",
+    "num_programs",
     "plain_rows",
     "row_box",
     "run",
@@ -172,8 +173,8 @@ def forward(
 
     x_TH bf16 contiguous, T >= 1, with peers T >= 0; weights_TK fp32 contiguous. shared: experts whose rows are added last in
     each token's sum; the plan was made for their width. peers: of several ranks, whose `own` the plan is, and to whom
-    `mok.launch.peer.send_tokens` has shown x. trace: int64 [forward tasks, 4], see `mok.kernels.ring`; a traced launch is
-    another binary.
+    `mok.launch.peer.send_tokens` has shown x. trace: int64 [forward tasks + programs, 4], see `mok.kernels.ring`; a traced
+    launch is another binary.
     """
     hidden_size, width = x_TH.shape[1], experts.gate.shape[1]
     rows, blocks, top_k = plan.max_rows, plan.max_blocks, plan.top_k
@@ -386,17 +387,22 @@ def sum_partial_rows(partial: Tensor, row_of_result: Tensor, out: Tensor) -> Non
     sum_partials[(ceil_div(out.numel(), 128),)](partial, row_of_result, out, out.numel(), partial.shape[1], WIDTH=128)
 
 
+def num_programs(config: KernelConfig) -> int:
+    """Programs of a launch on the current device: as many as can be resident at once, one per multiprocessor, beside those of
+    ranks that share the GPU and wait for this one."""
+    if config.programs:
+        return config.programs
+    multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    return max(multiprocessors // ranks_of_a_gpu(), 1)
+
+
 def run(kernel: Any, config: KernelConfig, *arguments: Any) -> None:
-    """Launch as many programs as can be resident at once, beside those of ranks that share the GPU and wait for this one; the
-    driver refuses a cooperative launch of more than fit.
+    """Launch `num_programs`; the driver refuses a cooperative launch of more than fit.
 
     168 registers for each of twelve warps fill the register file; the roles then share them out unevenly. Contraction of
     a product and a sum is switched off because rule 4 of docs/numerics.md rounds them apart.
     """
-    programs = config.programs
-    if not programs:
-        multiprocessors = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-        programs = max(multiprocessors // ranks_of_a_gpu(), 1)
+    programs = num_programs(config)
     kernel[(programs,)](
         *arguments,
         num_warps=8 if config.tensor_memory else 4,

@@ -26,5 +26,7 @@ def test_all_to_all_is_checked_and_timed(mok: Run) -> None:
 def test_ranks_that_cannot_share_the_experts_are_refused(mok: Run) -> None:
     done = mok("bench", "exchange", "--shape", "toy", "--nproc", "3")
     assert done.returncode == 2 and "must be 2 or more and divide the 8 experts" in done.stderr
+    done = mok("bench", "exchange", "--shape", "toy", "--device", "cpu", "--trace", "timeline.json")
+    assert done.returncode == 2 and "--trace: the megakernel needs a CUDA device" in done.stderr
     done = mok("bench", "exchange", "--shape", "nonsense")
     assert done.returncode == 2 and "must be one of toy" in done.stderr
