@@ -116,7 +116,7 @@ class MoEConfig:
     transport: str = key("auto", "how rows travel between ranks", choices=("auto", "collective", "peer"))
     peer_rows: float = key(
         2.0,
-        "with transport = peer, room for the rows of a rank's experts, in multiples of the mean; more rows end the run with an "
+        "through peer memory, room for the rows of a rank's experts, in multiples of the mean; more rows end the run with an "
         "error; 0 makes room for any routing",
         low=0.0,
     )

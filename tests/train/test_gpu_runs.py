@@ -75,10 +75,11 @@ def test_two_ranks_choose_the_kernels_of_one_and_give_its_bits(tmp_path: Path) -
     assert together[1] == alone[1] and together[2] == alone[2]
 
 
-@pytest.mark.parametrize("backend", ["staged", "mega"])
-def test_ranks_that_share_a_gpu_train_over_peer_memory_with_the_bits_of_one(backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("backend", "ranks"), [("staged", 2), ("mega", 2), ("mega", 4)])
+def test_ranks_that_share_a_gpu_train_over_peer_memory_with_the_bits_of_one(backend: str, ranks: int, tmp_path: Path) -> None:
+    """Four ranks are two groups beside each other, each a part of the world."""
     options = ("--set", f"moe.backend={backend}")
-    apart = ("--nproc", "2", "--set", "moe.ep=2", "--set", "moe.transport=peer")
+    apart = ("--nproc", str(ranks), "--set", "moe.ep=2", "--set", "moe.transport=peer")
     alone, together = start(tmp_path, "alone", *options, steps=20), start(tmp_path, "together", *options, *apart, steps=20)
     one, two = outcome(alone, tmp_path / "alone"), outcome(together, tmp_path / "together")
     assert "moe.transport = peer takes peer" in (tmp_path / "together" / "train.log").read_text()
