@@ -16,7 +16,7 @@ def adamw(
     weights, master, exp_avg, exp_avg_sq, grads, numbers, numel, beta1, beta2,
     DECAY: tl.constexpr, APART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """m = beta1 m + grad_to_avg g, v = beta2 v + (grad_to_root g)^2, w = keep w - rate m / (sqrt(v) + epsilon), in fp32.
+    """m = beta1 m + grad_to_avg g, v = beta2 v + (grad_to_root g)^2, w = keep w - (rate m) / (sqrt(v) + epsilon), in fp32.
 
     Program: BLOCK elements. Reads and writes exp_avg, exp_avg_sq (rounded to their dtype on the way out) and master fp32
     [numel]; reads grads fp32, and numbers fp32: grad_to_avg, grad_to_root, epsilon, rate, keep. A grad_to_avg of NaN leaves
@@ -34,7 +34,7 @@ def adamw(
     w = tl.load(master + at, mask=inside, other=0.0)
     if DECAY:
         w = w * tl.load(numbers + 4)
-    w = w - tl.div_rn(m, tl.sqrt_rn(v) + tl.load(numbers + 2)) * tl.load(numbers + 3)
+    w = w - tl.div_rn(tl.load(numbers + 3) * m, tl.sqrt_rn(v) + tl.load(numbers + 2))
     tl.store(exp_avg + at, m.to(exp_avg.dtype.element_ty), mask=inside)
     tl.store(exp_avg_sq + at, v.to(exp_avg_sq.dtype.element_ty), mask=inside)
     tl.store(master + at, w, mask=inside)

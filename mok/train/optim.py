@@ -7,7 +7,7 @@ logical tensor. Knows nothing of models, layouts or files.
 Update of one element, g already scaled by the clipping factor:
 
     m = b1 m + (1 - b1) g        v = b2 v + (1 - b2) g^2        c = sqrt(1 - b2^t)
-    w = w (1 - lr wd) - lr c / (1 - b1^t) * m / (sqrt(v) + eps c)
+    w = w (1 - lr wd) - (lr c / (1 - b1^t) * m) / (sqrt(v) + eps c)
 """
 
 from __future__ import annotations
@@ -148,28 +148,29 @@ def _update_in_one_pass(group: ParameterGroup, config: OptimConfig, numbers: Ten
 
 
 def _update_by_chunks(group: ParameterGroup, config: OptimConfig, numbers: Tensor) -> None:
-    """On a CPU: chunk by chunk. Products and sums are separate operations on purpose: `addcmul` and `lerp` round once where the
-    vector unit is used and twice at the end of a tensor, so the place of a cut would show."""
+    """On a CPU: chunk by chunk. Products and sums are rounded apart on purpose: `addcmul` and `lerp` round once where the
+    vector unit is used and twice at the end of a tensor, so the place of a cut would show. `addcdiv` is a product, a quotient
+    and a sum, which no unit fuses; with a divisor of 1 it is a product and a sum."""
     to_avg, to_root, epsilon, rate, keep = numbers.tolist()
     size = group.bank.shard_size
     buffers = torch.empty(3, min(CHUNK, size))
+    one = torch.ones(())
     for start in range(0, size, CHUNK):
         part = slice(start, min(start + CHUNK, size))
         other, wide_m, wide_v = buffers[:, : part.stop - part.start]
         grad, m, v, master = group.grads[part], group.exp_avg[part], group.exp_avg_sq[part], group.master[part]
         exact = m.dtype == torch.float32
         first, second = (m, v) if exact else (wide_m.copy_(m), wide_v.copy_(v))
-        first.mul_(config.beta1).add_(torch.mul(grad, to_avg, out=other))
+        first.mul_(config.beta1).addcdiv_(grad, one, value=to_avg)
         torch.mul(grad, to_root, out=other)
         second.mul_(config.beta2).add_(other.mul_(other))
         if not exact:
             m.copy_(first)
             v.copy_(second)
         torch.sqrt(second, out=other).add_(epsilon)
-        torch.div(first, other, out=other).mul_(rate)
         if group.weight_decay:
             master.mul_(keep)
-        master.sub_(other)
+        master.addcdiv_(first, other, value=-rate)
         if group.has_master:
             group.weights[group.bank.shard][part].copy_(master)
 
