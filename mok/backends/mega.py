@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mok.backends.interface import ExpertWeights, InputGrads, LayerShape, Options, SharedGrads
-from mok.backends.quantization import coded_weight, why_not_coded
+from mok.backends.quantization import coded_weight, dispatched, why_not_coded
 from mok.errors import UsageError
 from mok.gradients import GradBuffers
 from mok.grid import CallGrid
@@ -53,7 +53,7 @@ class MegaSchedule:
 @dataclass(frozen=True)
 class Saved:
     """What the backward needs. gate_rows, up_rows: pre-activations [P, I], which the backward overwrites with their gradients;
-    None where they are computed again. codes: the routed weights where they are quantised, else None."""
+    None where they are computed again. codes: the routed weights where they are quantised, else None. x_TH: as `dispatched`."""
 
     schedule: MegaSchedule
     options: Options
@@ -86,7 +86,7 @@ def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device, quantiz
     facts = device_facts(device)
     reasons = [UNSUPPORTED] if UNSUPPORTED else []
     if quantization is not None:
-        reasons += why_not_coded(quantization, shape.shared_size)
+        reasons += why_not_coded(quantization, shape.ranks)
         if shape.shared_size:
             reasons.append("shared experts beside 8-bit routed ones are not built into it: use moe.backend = staged")
         if shape.ranks > 1:
@@ -141,7 +141,7 @@ def forward(
     from mok.launch import mega as launch
     from mok.launch.peer import send_tokens
 
-    x_TH, weights_TK = x_TH.contiguous(), weights_TK.contiguous()
+    x_TH, weights_TK = dispatched(x_TH.contiguous(), options.quantization), weights_TK.contiguous()
     weights = launch.Weights(*(_copyable(w) for w in (experts.gate_LIH, experts.up_LIH, experts.down_LHI)))
     shared = shared_weights = kept = None
     if experts.shared is not None:
@@ -189,7 +189,7 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     from mok.launch import mega as launch
     from mok.launch.peer import send_tokens
 
-    schedule, x_TH, dy_TH = saved.schedule, saved.x_TH, dy_TH.contiguous()
+    schedule, x_TH, dy_TH = saved.schedule, saved.x_TH, dispatched(dy_TH.contiguous(), saved.options.quantization)
     gradients, tokens = _lane(grads, schedule.grid), saved.x_TH.shape[0]
     if schedule.peers is not None:
         send_tokens(schedule.peers, x=x_TH, dy=dy_TH, weights=saved.weights_TK)

@@ -24,6 +24,7 @@ __all__ = [
     "Operand",
     "WeightCache",
     "coded_weight",
+    "dispatched",
     "pack_rows",
     "round_row_groups",
     "round_rows",
@@ -57,7 +58,7 @@ class WeightCache:
         self._kept.clear()
 
 
-def why_not_coded(quantization: Quantization, shared_size: int, scaled_products: bool = False) -> list[str]:
+def why_not_coded(quantization: Quantization, ranks: int, scaled_products: bool = False) -> list[str]:
     """Why kernels whose products take 8-bit codes cannot compute it, in words; empty if they can. scaled_products: whether the
     GPU's products take scales too."""
     reasons = []
@@ -65,10 +66,8 @@ def why_not_coded(quantization: Quantization, shared_size: int, scaled_products:
         reasons.append(f"{quantization.format}: its products take 8-bit operands in blocks of 128 (fp8_block) only")
     if quantization.weight_gradients:
         reasons.append("quantize_weight_gradients: its weight gradients take operands in bf16 only")
-    if quantization.dispatch:
-        reasons.append("quantize_dispatch: its weight gradients need rows in bf16")
-    if quantization.shared_experts and shared_size:
-        reasons.append("quantize_shared_experts: its shared experts take operands in bf16 only")
+    if quantization.dispatch and ranks > 1:
+        reasons.append(f"quantize_dispatch over {ranks} ranks: its rows travel in bf16 only")
     return reasons
 
 
@@ -90,6 +89,14 @@ def round_rows(x_MC: Tensor, block: int) -> Tensor:
         return quantize(x_MC, block, along_columns=False).rows.dequantized(x_MC.dtype)
     rows, columns = x_MC.shape
     return _round(x_MC.reshape(rows, columns // block, block), (2,)).view(rows, columns)
+
+
+def dispatched(values_TH: Tensor, quantization: Quantization | None) -> Tensor:
+    """What the routed experts see of each token's row, where it does not leave the rank: in 8 bits and back, if it is to travel
+    so."""
+    if quantization is None or not quantization.dispatch:
+        return values_TH
+    return round_rows(values_TH, quantization.of_blocks.block)
 
 
 def pack_rows(x_MC: Tensor, block: int) -> Tensor:

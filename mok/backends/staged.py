@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from mok.backends.interface import ExpertWeights, InputGrads, LayerShape, Options, SharedGrads
-from mok.backends.quantization import coded_weight, why_not_coded
+from mok.backends.quantization import coded_weight, dispatched, why_not_coded
 from mok.errors import UsageError
 from mok.gradients import GradBuffers
 from mok.grid import CallGrid
@@ -25,7 +26,7 @@ from mok.transport.peer import PeerTransport
 if TYPE_CHECKING:  # Triton is missing on some systems, and `why_not` must be able to say so
     from mok.launch.peer import PeerPlan
     from mok.launch.plan import DevicePlan
-    from mok.launch.quantize import CodedWeight
+    from mok.launch.quantize import CodedRows, CodedWeight
     from mok.launch.staged import StagedConfig
 
 __all__ = ["TRANSPORTS", "Saved", "StagedSchedule", "backward", "build_schedule", "forward", "settings", "why_not"]
@@ -56,21 +57,32 @@ class StagedSchedule:
 
 
 @dataclass(frozen=True)
+class SharedWeights:
+    """gate, up [1, S, H] and down [1, H, S] of the shared experts, as their products take them; S."""
+
+    width: int
+    gate: Tensor | CodedWeight
+    up: Tensor | CodedWeight
+    down: Tensor | CodedWeight
+
+
+@dataclass(frozen=True)
 class Saved:
-    """What the backward needs. gate_up_2PI, shared_gate_up_2TS: pre-activations, None where they are computed again; the
-    backward overwrites them with their gradients. codes: of gate, up and down where they are quantised, else None."""
+    """What the backward needs. sent_TH: x as the routed experts see it. gate_up_2PI, shared_gate_up_2TS: pre-activations, None
+    where they are computed again; the backward overwrites them with their gradients. codes: of gate, up and down where they are
+    quantised, else None."""
 
     schedule: StagedSchedule
     shared_plan: DevicePlan | None
     options: Options
     x_TH: Tensor
+    sent_TH: Tensor
     weights_TK: Tensor
     gate_LIH: Tensor
     up_LIH: Tensor
     down_LHI: Tensor
     gate_up_2PI: Tensor | None
-    shared_gate_up_JH: Tensor | None
-    shared_down_HS: Tensor | None
+    shared_weights: SharedWeights | None
     shared_scale_T: Tensor | None
     shared_gate_up_2TS: Tensor | None
     codes: tuple[CodedWeight, CodedWeight, CodedWeight] | None
@@ -95,7 +107,7 @@ def why_not(shape: LayerShape, dtype: torch.dtype, device: torch.device, quantiz
         reasons.append(f"compute capability {major}.{minor}: needs 8.0 or newer")
     if quantization is not None:
         scaled = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
-        reasons += why_not_coded(quantization, shape.shared_size, scaled)
+        reasons += why_not_coded(quantization, shape.ranks, scaled)
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_CODED_CAPABILITY:
             reasons.append(f"{quantization.format}: needs compute capability 8.9, the first with products of 8-bit floats")
     if dtype != torch.bfloat16:
@@ -149,9 +161,10 @@ def forward(
     x_rows = x_TH.new_empty(rows, hidden)
     gate_up_2PI = x_TH.new_empty(2, rows, width) if keep else None
     h_rows = x_TH.new_empty(rows, width)
+    sent_TH = dispatched(x_TH, options.quantization)
     if schedule.peers is not None:
-        peer.send_tokens(schedule.peers, x=x_TH)
-    bring("x", x_TH, x_rows, schedule)
+        peer.send_tokens(schedule.peers, x=sent_TH)
+    bring("x", sent_TH, x_rows, schedule)
     y_rows = x_rows  # every row of x has been read
     codes = None
     if options.quantization is None:
@@ -166,17 +179,18 @@ def forward(
     if schedule.peers is not None:
         peer.return_rows(schedule.peers, y_rows)
 
-    shared_plan = shared_gate_up_2TS = shared_rows = gate_up_JH = down_HS = None
+    shared_plan = shared_gate_up_2TS = shared_rows = shared_weights = None
     if experts.shared is not None:
         gate_up_JH, down_HS = readable(experts.shared.gate_up_JH), readable(experts.shared.down_HS)
         shared_scale_T = None if shared_scale_T is None else shared_scale_T.contiguous()
         shared_plan = every_token_plan(x_TH.shape[0], hidden, down_HS.shape[1], x_TH.device)
         shared_gate_up_2TS = x_TH.new_empty(2, shared_plan.max_rows, down_HS.shape[1]) if keep else None
         h_rows = x_TH.new_empty(shared_plan.max_rows, down_HS.shape[1])
-        gate_1SH, up_1SH = gate_up_JH.unsqueeze(0).chunk(2, dim=1)
-        launch.gate_up(x_TH, gate_1SH, up_1SH, h_rows, shared_gate_up_2TS, shared_plan, options.clamp, gpu, config)
-        shared_rows = x_TH.new_empty(shared_plan.max_rows, hidden)
-        launch.down(h_rows, down_HS.unsqueeze(0), shared_rows, shared_plan, gpu, config)
+        shared_weights = shared_operands(gate_up_JH, down_HS, options)
+        operand, weights = shared_rows_of(x_TH, shared_plan, options), (shared_weights.gate, shared_weights.up)
+        launch.gate_up(operand, *weights, h_rows, shared_gate_up_2TS, shared_plan, options.clamp, gpu, config)
+        shared_rows, operand = x_TH.new_empty(shared_plan.max_rows, hidden), shared_rows_of(h_rows, shared_plan, options)
+        launch.down(operand, shared_weights.down, shared_rows, shared_plan, gpu, config)
     y_TH = torch.empty_like(x_TH)
     launch.combine(*arrived(y_rows, schedule), weights_TK, shared_rows, shared_scale_T, y_TH)
     return y_TH, Saved(
@@ -184,13 +198,13 @@ def forward(
         shared_plan=shared_plan,
         options=options,
         x_TH=x_TH,
+        sent_TH=sent_TH,
         weights_TK=weights_TK,
         gate_LIH=gate_LIH,
         up_LIH=up_LIH,
         down_LHI=down_LHI,
         gate_up_2PI=gate_up_2PI,
-        shared_gate_up_JH=gate_up_JH,
-        shared_down_HS=down_HS,
+        shared_weights=shared_weights,
         shared_scale_T=shared_scale_T,
         shared_gate_up_2TS=shared_gate_up_2TS,
         codes=codes,
@@ -207,6 +221,7 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     from mok.launch import staged as launch
 
     dy_TH = readable(dy_TH)
+    sent_dy_TH = dispatched(dy_TH, saved.options.quantization)
     gpu = launch.gpu_of(dy_TH.device)
     config, clamp = saved.options.kernel or launch.choose_config(gpu), saved.options.clamp
     plan, rows = saved.schedule.plan, saved.schedule.plan.max_rows
@@ -216,12 +231,12 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
     rows_PH, wh_rows = dy_TH.new_empty(rows, hidden), dy_TH.new_empty(rows, width)
     weights, own = saved.weights_TK, plan
     if peers is not None:
-        peer.send_tokens(peers, x=saved.x_TH, dy=dy_TH, weights=saved.weights_TK)
+        peer.send_tokens(peers, x=saved.sent_TH, dy=sent_dy_TH, weights=saved.weights_TK)
         weights, own = peer.pull_weights(peers), peers.own
     gate_up_2PI = saved.gate_up_2PI
     if gate_up_2PI is None:
         gate_up_2PI = dy_TH.new_empty(2, rows, width)
-        bring("x", saved.x_TH, rows_PH, schedule)
+        bring("x", saved.sent_TH, rows_PH, schedule)
         if saved.codes is None:
             launch.gate_up(rows_PH, saved.gate_LIH, saved.up_LIH, wh_rows, gate_up_2PI, plan, clamp, gpu, config)
         else:
@@ -233,7 +248,7 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
         torch.autograd.graph.increment_version(gate_up_2PI)
     partial = launch.partial_sums(rows, width, dy_TH.device)
     dweights_TK = torch.empty_like(saved.weights_TK)
-    bring("dy", dy_TH, rows_PH, schedule)
+    bring("dy", sent_dy_TH, rows_PH, schedule)
     dy_rows, down = (
         (rows_PH, saved.down_LHI) if saved.codes is None else (launch.coded_rows(rows_PH, block_of(saved)), saved.codes[2])
     )
@@ -245,7 +260,7 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
         # Rows go home while weight gradients are computed: with buffers of their own, and x pulled before its owner may go on.
         dx_rows = torch.empty_like(rows_PH)
         x_rows = torch.empty_like(rows_PH)
-        bring("x", saved.x_TH, x_rows, schedule)
+        bring("x", saved.sent_TH, x_rows, schedule)
         rows_towards_x(gate_up_2PI, saved, dx_rows, config)
         peer.return_rows(peers, dx_rows, partial)
     if grads is not None:
@@ -255,7 +270,7 @@ def backward(dy_TH: Tensor, saved: Saved, grads: GradBuffers | None) -> InputGra
             launch.down_gradient(rows_PH, wh_rows, d_down_LHI, started, plan, gpu, config)
         if peers is None:
             x_rows = rows_PH
-            bring("x", saved.x_TH, x_rows, schedule)
+            bring("x", saved.sent_TH, x_rows, schedule)
         with launch.plain_rows(grads.gate[lane]) as d_gate_LIH, launch.plain_rows(grads.up[lane]) as d_up_LIH:
             launch.gate_up_gradients(gate_up_2PI, x_rows, d_gate_LIH, d_up_LIH, started, plan, gpu, config)
     if peers is None:
@@ -315,30 +330,52 @@ def shared_backward(dy_TH: Tensor, saved: Saved) -> tuple[Tensor, SharedGrads, T
 
     gpu = launch.gpu_of(dy_TH.device)
     config, clamp = saved.options.kernel or launch.choose_config(gpu), saved.options.clamp
-    plan, gate_up_JH, down_HS = saved.shared_plan, saved.shared_gate_up_JH, saved.shared_down_HS
-    assert plan is not None and gate_up_JH is not None and down_HS is not None
-    (tokens, hidden), width = dy_TH.shape, down_HS.shape[1]
-    gate_1SH, up_1SH = gate_up_JH.unsqueeze(0).chunk(2, dim=1)
+    plan, weights, options = saved.shared_plan, saved.shared_weights, saved.options
+    assert plan is not None and weights is not None
+    (tokens, hidden), width = dy_TH.shape, weights.width
     wh_rows = dy_TH.new_empty(plan.max_rows, width)
     gate_up_2TS = saved.shared_gate_up_2TS
     if gate_up_2TS is None:
         gate_up_2TS = dy_TH.new_empty(2, plan.max_rows, width)
-        launch.gate_up(saved.x_TH, gate_1SH, up_1SH, wh_rows, gate_up_2TS, plan, clamp, gpu, config)
+        operand = shared_rows_of(saved.x_TH, plan, options)
+        launch.gate_up(operand, weights.gate, weights.up, wh_rows, gate_up_2TS, plan, clamp, gpu, config)
     else:
         torch.autograd.graph.increment_version(gate_up_2TS)
     scale_T = saved.shared_scale_T
     if scale_T is None:
         scale_T = torch.ones(tokens, dtype=torch.float32, device=dy_TH.device)
     partial = launch.partial_sums(plan.max_rows, width, dy_TH.device)
-    launch.dh(dy_TH, down_HS.unsqueeze(0), gate_up_2TS, wh_rows, partial, scale_T, plan, clamp, gpu, config)
+    operand = shared_rows_of(dy_TH, plan, options)
+    launch.dh(operand, weights.down, gate_up_2TS, wh_rows, partial, scale_T, plan, clamp, gpu, config)
     dscale_T = None
     if saved.shared_scale_T is not None:
         dscale_T = torch.empty_like(saved.shared_scale_T)
         launch.route_weight_gradients(partial, plan, dscale_T)
     dx_rows = dy_TH.new_empty(plan.max_rows, hidden)
-    launch.dx(gate_up_2TS, gate_1SH, up_1SH, dx_rows, plan, gpu, config)
+    dgate, dup = (shared_rows_of(rows, plan, options) for rows in gate_up_2TS)
+    launch.dx((dgate, dup), weights.gate, weights.up, dx_rows, plan, gpu, config)
     d_gate_up_TJ = torch.cat((gate_up_2TS[0, :tokens], gate_up_2TS[1, :tokens]), dim=1)
     return dx_rows, SharedGrads(d_gate_up_TJ, wh_rows[:tokens]), dscale_T
+
+
+def shared_operands(gate_up_JH: Tensor, down_HS: Tensor, options: Options) -> SharedWeights:
+    """The shared experts' weights; where they are quantised, from the layer's cache if it has one."""
+    gate_1SH, up_1SH = gate_up_JH.unsqueeze(0).chunk(2, dim=1)
+    down_1HS, width = down_HS.unsqueeze(0), down_HS.shape[1]
+    if options.quantization is None or not options.quantization.shared_experts:
+        return SharedWeights(width, gate_1SH, up_1SH, down_1HS)
+    named = ("shared gate", gate_1SH), ("shared up", up_1SH), ("shared down", down_1HS)
+    form, cache = options.quantization.of_blocks, options.weight_cache
+    return SharedWeights(width, *(coded_weight(name, weight, form, cache) for name, weight in named))
+
+
+def shared_rows_of(rows: Tensor, plan: DevicePlan, options: Options) -> Tensor | CodedRows:
+    """Rows as the shared experts' products take them: where they are quantised, with zeros up to the last tile."""
+    from mok.launch import staged as launch
+
+    if options.quantization is None or not options.quantization.shared_experts:
+        return rows
+    return launch.coded_rows(pad(rows, (0, 0, 0, plan.max_rows - rows.shape[0])), options.quantization.of_blocks.block)
 
 
 def every_token_plan(tokens: int, hidden_size: int, width: int, device: torch.device) -> DevicePlan:

@@ -250,7 +250,7 @@ def dh(
 
 
 def dx(
-    d_gate_up_2PI: Tensor | tuple[CodedRows, CodedRows],
+    d_gate_up_2PI: Tensor | tuple[Tensor | CodedRows, Tensor | CodedRows],
     gate_LIH: Tensor | CodedWeight,
     up_LIH: Tensor | CodedWeight,
     dx_rows: Tensor,

@@ -61,6 +61,15 @@ def test_no_further_from_float64_than_the_emulation(case: Case, hopper: torch.de
 
 
 @pytest.mark.gpu
+def test_dispatch_in_8_bits_has_the_bits_of_staged(hopper: torch.device) -> None:
+    inputs = on(make_inputs(Case("sent", tokens=300, hidden=512, width=256, experts=8, top_k=4), torch.bfloat16), hopper)
+    sent = Quantization("fp8_block", dispatch=True)
+    found = run(inputs, quantization=sent)
+    assert_all_same_bits(found, run(inputs, backend="staged", quantization=sent))
+    assert not torch.equal(found["gate_EIH"], run(inputs, quantization=FP8)["gate_EIH"])
+
+
+@pytest.mark.gpu
 def test_repeats_and_settings_change_no_bit(hopper: torch.device) -> None:
     case = Case("repeat", tokens=3000, hidden=2048, width=256, experts=32, top_k=8)
     inputs = on(make_inputs(case, torch.bfloat16), hopper)
@@ -205,7 +214,6 @@ def test_every_bf16_value_is_rounded_as_defined(hopper: torch.device) -> None:
     [
         (Quantization("mxfp8"), 0, "mxfp8"),
         (Quantization("fp8_block", weight_gradients=True), 0, "quantize_weight_gradients"),
-        (Quantization("fp8_block", dispatch=True), 0, "quantize_dispatch"),
         (FP8, 128, "shared experts beside 8-bit"),
     ],
 )

@@ -13,6 +13,7 @@ from mok.autograd import Plan, experts
 from mok.backends import choose, staged
 from mok.backends import torch as torch_backend
 from mok.backends.interface import LayerShape, Options
+from mok.backends.quantization import round_rows
 from mok.errors import UsageError
 from mok.grid import CallGrid
 from mok.launch import staged as launch
@@ -89,20 +90,28 @@ def test_no_worse_than_plain_torch(case: Case, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "case"),
+    ("quantization", "case"),
     [
-        ("fp8_block", Case("coded", tokens=37, hidden=256, width=384, experts=3, top_k=2, routing="masked")),
-        ("fp8_block", Case("coded-shared", tokens=9, hidden=128, width=128, experts=2, top_k=2, shared=48)),
-        ("mxfp8", Case("groups", tokens=37, hidden=288, width=160, experts=3, top_k=2, routing="masked")),
+        (Quantization("fp8_block"), Case("coded", tokens=37, hidden=256, width=384, experts=3, top_k=2, routing="masked")),
+        (Quantization("fp8_block"), Case("bf16-shared", tokens=9, hidden=128, width=128, experts=2, top_k=2, shared=48)),
+        (
+            Quantization("fp8_block", shared_experts=True, dispatch=True),
+            Case("coded-shared", tokens=9, hidden=128, width=128, experts=2, top_k=2, shared=256),
+        ),
+        (Quantization("mxfp8"), Case("groups", tokens=37, hidden=288, width=160, experts=3, top_k=2, routing="masked")),
+        (
+            Quantization("mxfp8", shared_experts=True, dispatch=True),
+            Case("shared-groups", tokens=5, hidden=64, width=32, experts=2, top_k=2, shared=32),
+        ),
     ],
-    ids=lambda case: getattr(case, "name", case),
+    ids=lambda case: getattr(case, "name", case.format if isinstance(case, Quantization) else case),
 )
-def test_8_bit_operands_no_worse_than_their_emulation(form: str, case: Case, device: torch.device) -> None:
-    if form == "mxfp8" and device.type == "cuda" and torch.cuda.get_device_capability()[0] != 10:
+def test_8_bit_operands_no_worse_than_their_emulation(quantization: Quantization, case: Case, device: torch.device) -> None:
+    if quantization.format == "mxfp8" and device.type == "cuda" and torch.cuda.get_device_capability()[0] != 10:
         pytest.skip("scaled products are Blackwell's")
     inputs = make_inputs(case, torch.bfloat16)
     exact, plain = inputs.to(torch.float64, torch.float64), inputs.to(torch.bfloat16, torch.float32)
-    options = Options(quantization=Quantization(form), recompute="all" if case.shared else "none")
+    options = Options(quantization=quantization, recompute="all" if case.shared else "none")
     y_exact, y_plain = plain_moe(exact, 0.0), backend_moe(torch_backend, plain, options)
     wanted, allowed = gradients(exact, y_exact), gradients(plain, y_plain)
     inputs = on(device, inputs) if device.type == "cuda" else inputs
@@ -110,6 +119,43 @@ def test_8_bit_operands_no_worse_than_their_emulation(form: str, case: Case, dev
     assert_no_worse("y", y.cpu(), y_exact, y_plain, 1.1)
     for name, gradient in gradients(inputs, y).items():
         assert_no_worse(f"d{name}", gradient.cpu(), wanted[name], allowed[name], 1.1)
+
+
+def test_shared_experts_and_dispatch_in_8_bits(device: torch.device) -> None:
+    """Rows of x and dy are rounded for the routed experts alone, their weight gradients included."""
+    inputs = on(
+        device, make_inputs(Case("sent", tokens=9, hidden=128, width=128, experts=2, top_k=2, shared=128), torch.bfloat16)
+    )
+
+    def run(inputs: Inputs, **switches: bool) -> dict[str, Tensor]:
+        y = staged_moe(inputs, Options(quantization=Quantization("fp8_block", **switches)))
+        return {"y": y.detach()} | gradients(inputs, y)
+
+    plain, shared, sent = run(inputs), run(inputs, shared_experts=True), run(inputs, dispatch=True)
+    assert not torch.equal(shared["y"], plain["y"]) and not torch.equal(shared["x_TH"], plain["x_TH"])
+    rounded = {name: round_rows(getattr(inputs, name).detach(), 128) for name in ("x_TH", "dy_TH")}
+    wanted = run(replace(inputs, dy_TH=rounded["dy_TH"], x_TH=rounded["x_TH"].requires_grad_()))
+    for name in ("gate_EIH", "up_EIH", "down_EHI", "weights_TK"):
+        assert_same_bits(name, sent[name], wanted[name])
+        assert_same_bits(name, shared[name], plain[name])
+        assert name == "weights_TK" or not torch.equal(sent[name], plain[name])
+    for name in ("y", "x_TH", "shared_gate_up_JH", "shared_down_HS", "shared_scale_T"):
+        assert_same_bits(name, sent[name], plain[name])
+
+
+@pytest.mark.parametrize(
+    ("quantization", "ranks", "reason"),
+    [
+        (Quantization("fp8_block", dispatch=True), 2, "quantize_dispatch over 2 ranks"),
+        (Quantization("fp8_block", weight_gradients=True), 1, "quantize_weight_gradients"),
+        (Quantization("mxfp8"), 1, "in blocks of 128"),
+        (Quantization("fp8_block", dispatch=True, shared_experts=True), 1, ""),
+    ],
+)
+def test_8_bit_operands_that_it_cannot_take(quantization: Quantization, ranks: int, reason: str) -> None:
+    shape = LayerShape(128, 128, 8, 2, ranks=ranks, shared_size=128)
+    reasons = "; ".join(staged.why_not(shape, torch.bfloat16, CPU, quantization))
+    assert reason in reasons and ("quantize" in reasons) == ("quantize" in reason)
 
 
 def test_second_backward_is_refused(device: torch.device) -> None:
