@@ -37,10 +37,10 @@ __all__ = [
     "Checkpoint",
     "Collective",
     "Unfinished",
-    "complete",
     "latest",
     "on_host",
     "open_checkpoint",
+    "published",
     "read_tensor",
     "read_tensors",
     "shared_checksums",
@@ -170,7 +170,7 @@ class Unfinished:
 
     def begin(self) -> None:
         """Make the folder, and remove those of saves that were killed. An existing checkpoint of this step is an error."""
-        if self.path.exists():
+        if self.path.is_file() or _has_content(self.path):
             raise CheckpointError(f"{self.path}: exists already and is never overwritten; choose another --out, or --resume it")
         self.folder.mkdir(parents=True, exist_ok=True)
         _remove_unfinished(self.folder)
@@ -227,12 +227,13 @@ def on_host(tensor: Tensor) -> Tensor:
 
 
 def latest(folder: Path) -> Checkpoint | None:
-    """The newest complete checkpoint under `folder`, or None. Leftovers of saves that never finished are ignored.
+    """The newest checkpoint under `folder`, or None. Leftovers of saves that never finished are ignored; CheckpointError where
+    the newest is damaged, so that nobody goes on from an older one unawares.
 
     A kill between the renaming and the moving of the pointer leaves a complete checkpoint that `latest` does not name yet; it
     is taken all the same.
     """
-    names = complete(folder)
+    names = published(folder)
     return open_checkpoint(folder / names[-1]) if names else None
 
 
@@ -324,16 +325,20 @@ def step_of(name: str) -> int:
     return int(name.removeprefix("step_"))
 
 
-def complete(folder: Path) -> list[str]:
-    """Names of the complete checkpoints under `folder`, oldest first. Their content is not looked at."""
+def published(folder: Path) -> list[str]:
+    """Names of the checkpoints under `folder`, oldest first: folders with something in them, which is not looked at."""
     if not folder.is_dir():
         return []
-    names = [entry.name for entry in folder.iterdir() if _NAME.fullmatch(entry.name) and (entry / MANIFEST).is_file()]
+    names = [entry.name for entry in folder.iterdir() if _NAME.fullmatch(entry.name) and _has_content(entry)]
     return sorted(names, key=step_of)
 
 
+def _has_content(path: Path) -> bool:
+    return path.is_dir() and any(path.iterdir())
+
+
 def _prune(folder: Path, keep_last: int, newest: str) -> None:
-    older = [name for name in complete(folder) if name != newest]
+    older = [name for name in published(folder) if name != newest]
     for name in older[: len(older) - keep_last + 1] if keep_last else []:
         # Renamed first: a kill in the middle of the removal must not leave a folder that looks complete.
         doomed = folder / f".unfinished-{name}"

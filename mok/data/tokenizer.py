@@ -88,6 +88,8 @@ class Tokenizer:
         try:
             file = Path(path).expanduser()
             file = file / "tokenizer.json" if file.is_dir() else file
+            if file.exists() and not file.is_file():
+                raise OSError("not a file but a device or pipe")
             json_text = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError, RuntimeError) as error:  # the last where ~ is nobody's
             raise DataError(

@@ -12,6 +12,7 @@ import io
 import json
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +70,12 @@ class Flipper:
 
     def __init__(self, flip: Flip, layout: Layout, state: TrainState) -> None:
         self._flip, self._layout, self._state = flip, layout, state
-        self.names: set[str] = set()
+        self._names: set[str] = set()
         self.done = False
 
     def __call__(self, key: Key, tensor: torch.Tensor) -> None:
         if key.step == self._flip.step:
-            self.names.add(key.name)
+            self._names.add(key.name)
         if (key.step, key.name) != (self._flip.step, self._flip.name) or self.done:
             return
         place = self._state.places.get(key.name)
@@ -88,6 +89,12 @@ class Flipper:
                 flip_bit(place.kept, bit)
         flip_bit(tensor, self._flip.bit)
         self.done = True
+
+    def not_found(self) -> str:
+        """What to tell where nothing was flipped."""
+        names = sorted(self._names)
+        near = get_close_matches(self._flip.name, names, 4, 0.5) or names[:4]
+        return f"step {self._flip.step} has no such tensor; the nearest of its {len(names)} are {', '.join(near)}"
 
     def _is_first(self, name: str) -> bool:
         if "[slice " in name:
@@ -122,8 +129,11 @@ def train(spec: dict[str, Any], arm: Arm, recipe: Recipe, folder: Path) -> None:
             set_kernel(run.state, arm.kernel)
         fault = parse_injection(arm.inject) if arm.inject else ""
         flipper = Flipper(fault, layout, run.state) if isinstance(fault, Flip) else None
-        if isinstance(fault, str) and fault:
+        has_swapped = (
             swap_order(fault == "clock", lambda: run.state.step >= recipe.train.steps // 2)
+            if isinstance(fault, str) and fault
+            else None
+        )
         expected = read_trace(Path(spec["expected"]) / "trace") if spec["expected"] else None
         wanted = Key(*spec["keep"]) if spec["keep"] else None
         watchers: list[Callable[[Key, torch.Tensor], None]] = [flipper] if flipper else []
@@ -148,8 +158,12 @@ def train(spec: dict[str, Any], arm: Arm, recipe: Recipe, folder: Path) -> None:
             finally:
                 recorder.end()  # of a step that a fault ended early
         if flipper is not None and not any(ranks.gather(flipper.done)):
-            names = ", ".join(sorted(flipper.names)[:8])
-            raise UsageError(f"--inject {arm.inject}: step {flipper_step(fault)} has no such tensor; it has {names}, ...")
+            raise UsageError(f"--inject {arm.inject}: {flipper.not_found()}")
+        if has_swapped is not None and not any(ranks.gather(has_swapped())):
+            raise UsageError(
+                f"--inject {arm.inject}: nothing was planted: too few sums of this run have three parts or more, whose order "
+                "can change; use --set distributed.lanes=4, --set distributed.slices=4 or more --steps"
+            )
         if layout.rank == 0 and metrics:
             write_json(folder / "fingerprint.json", fingerprint(device=device.type, kernels=run.kernels()))
             write_json(folder / "result.json", {"state_sha256": metrics["state_sha256"]})
@@ -161,10 +175,6 @@ def set_kernel(state: TrainState, settings: dict[str, Any]) -> None:
 
     for layer in state.model.moe_layers:
         layer.options = dataclasses.replace(layer.options, kernel=config_of(settings))
-
-
-def flipper_step(fault: Flip | str) -> int:
-    return fault.step if isinstance(fault, Flip) else 0
 
 
 class UntilObserver(StepObserver):

@@ -58,21 +58,25 @@ def flip_bit(tensor: Tensor, bit: int) -> None:
     element.view(INTEGER_OF_SIZE[tensor.element_size()]).bitwise_xor_(mask - (1 << width) if place == width - 1 else mask)
 
 
-def swap_order(by_clock: bool, from_step: Callable[[], bool]) -> None:
-    """Let two parts of every gradient sum of this process change places.
+def swap_order(by_clock: bool, from_step: Callable[[], bool]) -> Callable[[], bool]:
+    """Let two parts of every gradient sum of this process change places; gives whether that has happened yet.
 
     by_clock: only where the clock shows an odd microsecond when the sum is made. from_step: whether the fault is on yet.
     """
+    num_swapped = 0
     in_order = mok.gradients.halving_tree
 
     def swapped(terms: Tensor, out: Tensor | None = None) -> Tensor:
+        nonlocal num_swapped
         count = terms.shape[0]
         if count > 2 and from_step() and (not by_clock or time.perf_counter_ns() // 1000 % 2):
             second, third = 1, (count + 1) // 2
             terms[[second, third]] = terms[[third, second]]
+            num_swapped += 1
         return in_order(terms, out)
 
     mok.gradients.halving_tree = swapped
+    return lambda: num_swapped > 0
 
 
 def jitter(longest_s: float, share: float) -> Callable[[Key, Tensor], None]:

@@ -110,7 +110,7 @@ def compare_checkpoints(folders: tuple[Path, Path]) -> AxisResult:
 
 def checkpoints_of(folder: Path) -> dict[int, checkpoint.Checkpoint]:
     saved = folder / "checkpoints"
-    found = (checkpoint.open_checkpoint(saved / name) for name in checkpoint.complete(saved))
+    found = (checkpoint.open_checkpoint(saved / name) for name in checkpoint.published(saved))
     return {saved.step: saved for saved in found}
 
 

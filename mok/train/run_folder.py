@@ -156,7 +156,12 @@ def plan_start(
         folder = RunFolder(target)
         if home is None or home.resolve() != folder.path.resolve():
             folder.refuse_if_used()
-        elif checkpoint.step_of(newest := checkpoint.complete(folder.checkpoints)[-1]) > resumed.step:
+            if resumed.step >= recipe.train.steps:
+                raise UsageError(
+                    f"--resume {resume}: is at step {resumed.step} of train.steps = {recipe.train.steps}, so there is nothing "
+                    f"to do in {folder.path}; ask for more --steps"
+                )
+        elif checkpoint.step_of(newest := checkpoint.published(folder.checkpoints)[-1]) > resumed.step:
             raise UsageError(
                 f"--resume {resume}: its run has a later checkpoint, {newest}; choose another folder with --out, or move that "
                 "checkpoint away"

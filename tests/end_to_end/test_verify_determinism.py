@@ -96,12 +96,21 @@ def test_a_flip_that_ends_the_run_early_is_a_divergence_too(shop: ForkingWorksho
     [
         ("9:lm_head.weight:0", "the run has 3 steps"),
         ("lm_head.weight:0", "must be STEP:TENSOR:BIT"),
-        ("2:no.such.weight:0", "no such tensor"),
+        ("2:model.norm.weigth:0", "no such tensor; the nearest of its .* are model.norm.weight,"),
         ("2:model.norm.weight:99999999", "bits, counted from 0"),
     ],
 )
 def test_a_fault_that_cannot_be_planted_is_refused(shop: ForkingWorkshop, fault: str, text: str) -> None:
     with pytest.raises(UsageError, match=text):
+        verify_recipe(shop, ["rerun"], inject=fault)
+
+
+@pytest.mark.parametrize("fault", ["order", "clock"])
+def test_a_swap_that_no_sum_can_show_is_refused(tmp_path: Path, fault: str) -> None:
+    words = [word for word in settings(tmp_path)[1::2] if not word.startswith("distributed.")]
+    words += ["distributed.lanes=1", "distributed.slices=2"]
+    shop = ForkingWorkshop(tmp_path / "arms", recipes.load("toy", words, steps=2))
+    with pytest.raises(UsageError, match="nothing was planted"):
         verify_recipe(shop, ["rerun"], inject=fault)
 
 

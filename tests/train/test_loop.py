@@ -218,6 +218,8 @@ def test_an_older_checkpoint_is_resumed_elsewhere_though_the_newest_is_damaged(
         make_run(tmp_path, "checkpoint.every=2", steps=4, resume=str(first))
     run, _ = make_run(tmp_path, "checkpoint.every=2", steps=4, resume=str(first), out="again")
     assert run.state.step == 2
+    with pytest.raises(UsageError, match=r"is at step 2 of train.steps = 2, so there is nothing to do in .*; ask for more"):
+        make_run(tmp_path, "checkpoint.every=2", steps=2, resume=str(first), out="again2")
     second.rename(tmp_path / "damaged")
     monkeypatch.chdir(first)
     recipe = load(str(RECIPE), [*arguments(tmp_path, "checkpoint.every=2"), "train.steps=4"])
@@ -288,7 +290,7 @@ def test_master_weights_and_moments_come_back_in_bf16_too(tmp_path: Path, moment
     }
     assert tensors["master:model.norm.weight"].dtype == torch.float32
     # The schedule of a run of 6 steps differs from that of 3; a resumed copy of a 6-step checkpoint is exact.
-    again, _ = make_run(tmp_path, *overrides, steps=6, resume=str(tmp_path / "straight"), out="third")
+    again, _ = make_run(tmp_path, *overrides, steps=6, resume="auto", out="straight")
     assert again.state.state_sha256() == straight[-1]["state_sha256"]
 
 

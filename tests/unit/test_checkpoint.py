@@ -142,6 +142,14 @@ def test_a_copy_under_the_name_of_another_step_is_not_the_newest(tmp_path: Path)
         checkpoint.latest(tmp_path / "checkpoints")
 
 
+def test_a_newest_checkpoint_without_its_manifest_is_no_reason_to_take_an_older_one(tmp_path: Path) -> None:
+    for step in (1, 2):
+        saved = dcp.save(tmp_path, step, state(), {}, keep_last=0)
+    (saved.path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match=r"step_000002: no checkpoint here \(manifest.json is missing\)"):
+        checkpoint.latest(tmp_path)
+
+
 class Attack:
     def __init__(self, path: Path) -> None:
         self.path = path
