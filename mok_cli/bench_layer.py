@@ -114,6 +114,7 @@ def layer(
     output.line(
         f"{'':<30}{'ms':>9}{'spread':>8}{'steady':>9}{'TFLOP/s':>9}{'dense':>7}{'repeats':>9}{'error':>9}{'saved':>7}{'peak':>7}"
     )
+    quantization = Quantization(dtype) if dtype in FORMATS else None
     report = bench_layer(
         problems,
         routing=routing,
@@ -122,7 +123,7 @@ def layer(
         check=check,
         device=place,
         dtype=torch.float32 if dtype == "fp32" else torch.bfloat16,
-        quantization=Quantization(dtype) if dtype in FORMATS else None,
+        quantization=quantization,
         recompute=tuple(recompute.split(",")),
         calls=calls,
         report_row=lambda row: output.line(_line(row)),
@@ -143,7 +144,8 @@ def layer(
         from mok.bench.trace import trace_layer
 
         name, (layer_shape, count) = next(iter(problems.items()))
-        trace.write_text(json.dumps(trace_layer(name, layer_shape, count, routing, place)), encoding="utf-8")
+        timeline = trace_layer(name, layer_shape, count, routing, place, quantization)
+        trace.write_text(json.dumps(timeline), encoding="utf-8")
         output.line(f"timeline of one forward and backward of {name}: {trace}")
     if report.wrong:
         raise CheckFailed("; ".join(report.wrong))

@@ -13,14 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mok.backends.quantization import why_not_coded
 from mok.bench.layer import Inputs, make_problem
 from mok.errors import UsageError
 from mok.grid import CallGrid
 from mok.kernels import tasks
-from mok.launch import mega, peer
+from mok.launch import coded, mega, peer
 from mok.launch.config import KernelConfig, device_facts, why_not
 from mok.launch.plan import DevicePlan, plan_on_device
+from mok.launch.quantize import quantize_weight
 from mok.launch.tables import choose_config
+from mok.quantization import Quantization
 from mok.shapes import LayerShape
 from mok.transport.peer import PeerTransport
 
@@ -47,19 +50,34 @@ class TracedLaunch:
     moves: list[list[int]]
 
 
-def trace_layer(name: str, shape: LayerShape, tokens: int, routing: str, device: torch.device) -> dict[str, Any]:
+def trace_layer(
+    name: str,
+    shape: LayerShape,
+    tokens: int,
+    routing: str,
+    device: torch.device,
+    quantization: Quantization | None = None,
+) -> dict[str, Any]:
     """One forward and one backward launch of the layer, after one untimed of each: {"traceEvents": [...]}.
 
     A process of the trace is a launch, a thread a program. Raises UsageError where the megakernel cannot run.
     """
     facts = device_facts(device)
     config = choose_config(shape, facts) if facts else None
-    reasons = why_not(config, shape, facts) if config else ["needs a CUDA device of compute capability 9.0"]
+    reasons = [] if quantization is None else why_not_coded(quantization, shape.ranks)
+    if config is None:
+        reasons.append("needs a CUDA device of compute capability 9.0")
+    else:
+        reasons += why_not(config, shape, facts, quantization is not None)
     if config is None or reasons:
         raise UsageError(f"--trace: the megakernel cannot run here: {'; '.join(reasons)}")
     problem = make_problem(name, shape, tokens, routing, device, torch.bfloat16)
     weights = mega.Weights(problem.gate_EIH, problem.up_EIH, problem.down_EHI)
     inputs = problem.sets[0]
+    units, row_units, codes = mega.row_box(shape.hidden_size).units_per_block, None, None
+    if quantization is not None:
+        codes = coded.CodedWeights(*(quantize_weight(weight, quantization.of_blocks.block) for weight in weights))
+        units, row_units = coded.code_box(shape.hidden_size).units_per_block, units
     plan = plan_on_device(
         inputs.ids_TK,
         shape.num_experts,
@@ -67,9 +85,10 @@ def trace_layer(name: str, shape: LayerShape, tokens: int, routing: str, device:
         shape.intermediate_size,
         config.forward_order,
         config.backward_order,
-        units=mega.row_box(shape.hidden_size).units_per_block,
+        units=units,
+        row_units=row_units,
     )
-    return chrome_trace({"": launches(inputs, weights, plan, config)})
+    return chrome_trace({"": launches(inputs, weights, plan, config, codes=codes)})
 
 
 def trace_rank(
@@ -94,9 +113,15 @@ def trace_rank(
 
 
 def launches(
-    inputs: Inputs, weights: mega.Weights, plan: DevicePlan, config: KernelConfig, peers: peer.PeerPlan | None = None
+    inputs: Inputs,
+    weights: mega.Weights,
+    plan: DevicePlan,
+    config: KernelConfig,
+    peers: peer.PeerPlan | None = None,
+    codes: coded.CodedWeights | None = None,
 ) -> list[TracedLaunch]:
-    """A forward and a backward launch; those that are kept are the second of each."""
+    """A forward and a backward launch; those that are kept are the second of each. codes: of the weights, where they are
+    quantised."""
     x_TH, router_TK, dy_TH = inputs.x_TH, inputs.weights_TK, inputs.dy_TH
     gate, up, down = (torch.empty_like(weight, dtype=torch.float32) for weight in weights)
     gradients = mega.Gradients(gate, up, down, started=False)
@@ -105,6 +130,10 @@ def launches(
     records = (plan.forward_tasks, plan.backward_tasks)
     clocks = [torch.zeros(table.shape[0] + programs, 4, dtype=torch.int64, device=x_TH.device) for table in records]
     for _ in range(2):
+        if codes is not None:
+            _, kept = coded.forward(x_TH, router_TK, codes, plan, config, clamp=0.0, keep=True, trace=clocks[0])
+            coded.backward(dy_TH, x_TH, router_TK, codes, kept, plan, gradients, config, clamp=0.0, trace=clocks[1])
+            continue
         if peers is not None:
             peer.send_tokens(peers, x=x_TH)
         _, kept = mega.forward(
