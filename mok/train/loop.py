@@ -300,7 +300,10 @@ class Run:
         )
 
         if self.device.type == "cuda" and (sharers := ranks_of_a_gpu()) > 1:
-            self.say(f"note: {sharers} ranks share a GPU: the same bits, but no speed to speak of")
+            self.say(
+                f"note: {sharers} ranks share a GPU: the same bits, but no speed to speak of; where the machine has a GPU for "
+                "each, let every rank see all of them (CUDA_VISIBLE_DEVICES)"
+            )
         group = self.ranks.group
         if group.transport is not None and group.transport_reason:
             self.say(f"moe.transport = {recipe.moe.transport} takes {group.transport.name}: {group.transport_reason}")
