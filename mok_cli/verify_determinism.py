@@ -147,8 +147,10 @@ def verify_training(
     output: Output,
 ) -> Report:
     from mok.determinism.axes import Workshop, verify_recipe
-    from mok.determinism.report import add_baseline
+    from mok.determinism.report import add_baseline, read_baseline
 
+    if baseline is not None and baseline.exists():
+        read_baseline(baseline, recipe.to_dict())  # what cannot be compared is refused before the runs
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise UsageError(f"--keep {keep}: is not empty; name a new folder")
     folder = keep or Path(tempfile.mkdtemp(prefix="mok-verify-"))

@@ -15,7 +15,7 @@ from xml.etree import ElementTree
 
 from mok.determinism.compare import Difference
 from mok.determinism.fingerprint import fingerprint_differences
-from mok.determinism.trace import Divergence, Key, Trace, first_divergence
+from mok.determinism.trace import Divergence, Trace, checked_key, first_divergence
 from mok.errors import CheckFailed, UsageError
 
 __all__ = ["AxisResult", "Finding", "Report", "add_baseline", "baseline_of", "check_baseline", "hint_for"]
@@ -196,14 +196,25 @@ def check_baseline(
 ) -> tuple[Trace, list[str]]:
     """The trace kept in a manifest, and how its environment differs (empty, unless `force`).
 
-    Raises UsageError if the file is no manifest, is of another recipe, or was made in another environment and not `force`.
+    Raises UsageError as `read_baseline` does, and if it was made in another environment and not `force`.
     """
+    trace, theirs = read_baseline(path, recipe)
+    differences = fingerprint_differences(theirs, fingerprint)
+    if differences and not force:
+        modes = theirs.get("mode"), fingerprint.get("mode")
+        what = "different execution mode, not comparable bitwise" if modes[0] != modes[1] else "made in another environment"
+        raise UsageError(f"--baseline {path}: {what} ({'; '.join(differences)}); --force compares anyway")
+    return trace, differences
+
+
+def read_baseline(path: Path, recipe: Mapping[str, Any]) -> tuple[Trace, dict[str, Any]]:
+    """The trace and the environment kept in a manifest. Raises UsageError if the file is none, or is of another recipe."""
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version, records = manifest["manifest_version"], manifest["records"]
-        trace = Trace({Key(int(step), phase, name): digest for step, phase, name, digest in records})
+        trace = Trace({checked_key(step, phase, name): digest for step, phase, name, digest in records})
         theirs, their_recipe = dict(manifest["fingerprint"]), dict(manifest["recipe"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(
             f"--baseline {path}: not a manifest of mok verify-determinism ({error!r}); write one by naming a new file"
         ) from None
@@ -211,9 +222,4 @@ def check_baseline(
         raise UsageError(f"--baseline {path}: manifest version {version}, this mok writes {MANIFEST_VERSION}; write it again")
     if changed := fingerprint_differences(their_recipe, dict(recipe)):
         raise UsageError(f"--baseline {path}: made from another recipe ({'; '.join(changed)}); use the same recipe and steps")
-    differences = fingerprint_differences(theirs, fingerprint)
-    if differences and not force:
-        modes = theirs.get("mode"), fingerprint.get("mode")
-        what = "different execution mode, not comparable bitwise" if modes[0] != modes[1] else "made in another environment"
-        raise UsageError(f"--baseline {path}: {what} ({'; '.join(differences)}); --force compares anyway")
-    return trace, differences
+    return trace, theirs

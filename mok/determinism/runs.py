@@ -14,7 +14,7 @@ from mok.determinism.compare import Difference, compare_tensors
 from mok.determinism.fingerprint import fingerprint_differences
 from mok.determinism.report import AxisResult, Finding, Report, hint_for
 from mok.determinism.trace import Divergence, Key, Trace, first_divergence, read_trace
-from mok.errors import UsageError
+from mok.errors import RunError, UsageError
 
 __all__ = ["compare_runs"]
 
@@ -44,7 +44,12 @@ def environment_of(folder: Path) -> dict[str, Any]:
     from mok.determinism.axes import read_json
 
     path = folder / "environment.json"
-    return read_json(path) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        return dict(read_json(path).items())
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise RunError(f"{path}: damaged ({error!r}); copy it again, or move it away") from error
 
 
 def compare_traces(folders: tuple[Path, Path]) -> AxisResult:

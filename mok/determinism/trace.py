@@ -17,8 +17,9 @@ from typing import IO, Any
 import torch
 
 from mok.determinism.digest import Digester
+from mok.errors import RunError
 
-__all__ = ["PHASES", "Divergence", "Key", "Recorder", "Trace", "first_divergence", "read_trace"]
+__all__ = ["PHASES", "Divergence", "Key", "Recorder", "Trace", "checked_key", "first_divergence", "read_trace"]
 
 PHASES = ("data", "router", "forward", "backward", "reduce", "optimizer")
 """In the order of a step. data: token ids, targets, random state. router: expert ids, counts. forward: activations, loss.
@@ -172,24 +173,36 @@ class Recorder:
 def read_trace(folder: Path) -> Trace:
     """All `rank_*.jsonl` files of a trace folder, merged. Of a step written twice (a kill between), the later counts.
 
-    Raises FileNotFoundError if there are none. A last line cut off by a kill is dropped.
+    Raises FileNotFoundError if there are none, RunError for a damaged one. A last line cut off by a kill is dropped.
     """
     paths = sorted(folder.glob("rank_*.jsonl"))
     if not paths:
         raise FileNotFoundError(f"{folder}: no trace files rank_*.jsonl")
     trace = Trace()
     for path in paths:
-        latest = {line["step"]: line for line in lines_of(path)}
-        for line in latest.values():
-            trace.num_bytes += line["bytes"]
-            for phase, digests in line["digests"].items():
-                for name, digest in digests.items():
-                    trace.add(Key(line["step"], phase, name), digest)
+        try:
+            if not path.is_file():
+                raise ValueError("not a file")
+            latest = {line["step"]: line for line in lines_of(path)}
+            for line in latest.values():
+                trace.num_bytes += line["bytes"]
+                for phase, digests in line["digests"].items():
+                    for name, digest in digests.items():
+                        trace.add(checked_key(line["step"], phase, name), digest)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise RunError(f"{path}: damaged ({error!r}); copy it again, or move it away") from error
     return trace
 
 
+def checked_key(step: Any, phase: Any, name: Any) -> Key:
+    """The key of a record in a file. ValueError where it cannot be one."""
+    if type(step) is not int or phase not in PHASES or not isinstance(name, str):
+        raise ValueError(f"step {step!r}, phase {phase!r}, name {name!r}")
+    return Key(step, phase, name)
+
+
 def lines_of(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open() as file:
+    with path.open(encoding="utf-8") as file:
         for line in file:
             if line.endswith("\n"):
                 yield json.loads(line)

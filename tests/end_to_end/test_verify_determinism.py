@@ -45,6 +45,12 @@ def test_axes_that_can_run_are_equal_and_the_others_say_why(mok, tmp_path: Path)
     assert (suite.get("failures"), suite.get("skipped")) == ("0", "2")
 
 
+def test_what_is_no_baseline_is_refused_before_anything_runs(mok, tmp_path: Path) -> None:
+    (tmp_path / "golden.json").write_text("[" * 100_000)
+    done = mok("verify-determinism", "toy", *settings(tmp_path), *STEPS, "--baseline", "golden.json")
+    assert done.returncode == 2 and "not a manifest" in done.stderr and "running" not in done.stdout + done.stderr
+
+
 def test_a_flipped_bit_ends_the_command_with_3(mok, tmp_path: Path) -> None:
     report = verify(mok, tmp_path, *STEPS, "--inject", f"2:{GRADIENT}:101", code=3)
     found = report["axes"][0]["divergence"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -12,8 +13,9 @@ import torch
 
 from mok.determinism.compare import compare_tensors
 from mok.determinism.report import AxisResult, Finding, Report, baseline_of, check_baseline
+from mok.determinism.runs import environment_of
 from mok.determinism.trace import Divergence, Key, Recorder, Trace, first_divergence, read_trace
-from mok.errors import UsageError
+from mok.errors import RunError, UsageError
 
 
 def record(values: dict[tuple[int, str, str], float], sink=None, rank: int = 0) -> Trace:
@@ -71,6 +73,27 @@ def test_a_resumed_trace_counts_each_step_once_and_drops_a_torn_line(tmp_path: P
     assert first_divergence(read_trace(tmp_path), record({(1, "forward", "loss"): 1.0, (2, "forward", "loss"): 2.0})) is None
     with pytest.raises(FileNotFoundError, match="no trace files"):
         read_trace(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[1]\n", "[" * 100_000 + "\n", '{"step": 1}\n', '{"step": 1, "bytes": 1, "digests": {"dbta": {"x": "y"}}}\n', "\xff\n"],
+)
+def test_a_damaged_trace_or_environment_is_named(tmp_path: Path, content: str) -> None:
+    for name in ("trace/rank_00000.jsonl", "environment.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(RunError, match=r"rank_00000\.jsonl: damaged"):
+        read_trace(tmp_path / "trace")
+    if not content.startswith("{"):
+        with pytest.raises(RunError, match=r"environment\.json: damaged"):
+            environment_of(tmp_path)
+
+
+def test_a_pipe_in_the_place_of_a_trace_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank_00000.jsonl")
+    with pytest.raises(RunError, match=r"rank_00000\.jsonl: damaged .*not a file"):
+        read_trace(tmp_path)
 
 
 def test_a_watcher_sees_the_live_tensor_before_its_digest_is_taken_and_a_check_its_digest() -> None:
