@@ -18,7 +18,7 @@ from mok.determinism.fingerprint import fingerprint_differences
 from mok.determinism.trace import Divergence, Trace, checked_key, first_divergence
 from mok.errors import CheckFailed, UsageError
 
-__all__ = ["AxisResult", "Finding", "Report", "add_baseline", "baseline_of", "check_baseline", "hint_for"]
+__all__ = ["AxisResult", "Finding", "Report", "add_baseline", "baseline_of", "check_baseline", "hint_for", "read_baseline"]
 
 MANIFEST_VERSION = 1
 
