@@ -181,7 +181,7 @@ def _over_ranks(
     from mok.bench.layer_ranks import bench_layer_over_ranks
 
     output.line(f"{'':<46}{'ms':>9}{'spread':>8}{'TFLOP/s':>9}{'error':>9}")
-    reports = {}
+    reports, wrong = {}, []
     for name, (shape, tokens) in problems.items():
         found = bench_layer_over_ranks(
             dataclasses.replace(shape, shared_size=0),
@@ -203,7 +203,10 @@ def _over_ranks(
         for who, why in found.left_out.items():
             output.line(f"{name} {who}: not measured, {why}")
         reports[name] = dataclasses.asdict(found)
+        wrong += found.wrong
     output.report(reports)
+    if wrong:
+        raise CheckFailed("; ".join(wrong))
 
 
 def _old_report(path: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:

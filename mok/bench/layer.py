@@ -35,6 +35,7 @@ __all__ = [
     "LayerReport",
     "LayerRow",
     "Problem",
+    "Truth",
     "bench_layer",
     "call_of",
     "first_line",

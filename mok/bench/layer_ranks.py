@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mok.backends import choose
-from mok.bench.layer import Inputs, Problem, call_of, first_line, make_problem, make_rank_truth, worst_error
+from mok.bench.layer import Inputs, Problem, Truth, call_of, first_line, make_problem, make_rank_truth, worst_error
 from mok.bench.peers import layer as peers
 from mok.bench.peers.over_ranks import GroupedOverRanks
 from mok.bench.ranks import TIMEOUT_S, BenchRank, run_ranks
@@ -49,11 +49,13 @@ class RanksRow:
 
 @dataclass(frozen=True)
 class RanksReport:
-    """rows; left_out: what was not measured, and why; environment: what it was measured on."""
+    """rows; left_out: what was not measured, and why; environment: what it was measured on; wrong: what was found of others
+    whose results were further off than they may be, who are left out."""
 
     rows: list[RanksRow]
     left_out: dict[str, str]
     environment: dict[str, Any]
+    wrong: list[str]
 
 
 def bench_layer_over_ranks(
@@ -92,7 +94,7 @@ def bench_layer_over_ranks(
         "dtype": str(dtype).removeprefix("torch."),
     }
     found = run_ranks("mok.bench.layer_ranks", spec, nproc, say)
-    return RanksReport([RanksRow(**row) for row in found["rows"]], found["left_out"], found["environment"])
+    return RanksReport([RanksRow(**row) for row in found["rows"]], found["left_out"], found["environment"], found["wrong"])
 
 
 class Bench(BenchRank):
@@ -109,6 +111,7 @@ class Bench(BenchRank):
         self.problem = Problem("the layer", self.shape, self.spec["tokens"], self.inputs_of(self.rank), *weights)
         self.rows: list[RanksRow] = []
         self.left_out: dict[str, str] = {}
+        self.wrong: list[str] = []
 
     def experts_of(self, member: int) -> Problem:
         return make_problem("experts", self.local, 0, "balanced", self.device, self.dtype, seed=member)
@@ -118,7 +121,7 @@ class Bench(BenchRank):
         tokens, routing = self.spec["tokens"], self.spec["routing"]
         return make_problem("tokens", thin, tokens, routing, self.device, self.dtype, seed=1000 + rank).sets
 
-    def truth(self) -> Any:
+    def truth(self) -> Truth:
         """What this rank must get: its tokens through the experts of all ranks, and its experts with the tokens of all."""
         every = [self.experts_of(member) for member in range(self.ranks)]
         weights = (torch.cat([getattr(part, name) for part in every]) for name in ("gate_EIH", "up_EIH", "down_EHI"))
@@ -166,23 +169,31 @@ class Bench(BenchRank):
         truth = self.truth() if self.spec["check"] else None
         for name, make in self.contestants():
             contestant = make()
-            error = None
-            if truth is not None:
-                problem = ""
-                try:
-                    error = worst_error(self.problem, contestant, truth, name.startswith("mok"))
-                except CheckFailed as failed:
-                    problem = first_line(failed)
-                self.agree(problem)
-                errors: list[float] = [0.0] * self.world_size
-                dist.all_gather_object(errors, error)
-                error = max(errors)
+            error = None if truth is None else self.error_of(contestant, truth, name.startswith("mok"))
+            if name in self.left_out:
+                continue
             for direction in ("forward", "forward+backward"):
                 call = call_of(contestant, self.problem, direction)
                 median, spread = self.times(call, self.spec["calls"])
                 rate = self.problem.flops(direction) / median / 1e9
                 self.rows.append(RanksRow(name, direction, median, spread, rate, error))
             del contestant
+
+    def error_of(self, contestant: peers.Contestant, truth: Truth, ours: bool) -> float:
+        """The largest error of any rank. Where it is too large, RankError on every rank if it is ours; who else is left out."""
+        error, problem = 0.0, ""
+        try:
+            error = worst_error(self.problem, contestant, truth, ours)
+        except CheckFailed as failed:
+            problem = first_line(failed)
+        if ours:
+            self.agree(problem)
+        found: list[tuple[float, str]] = [(0.0, "")] * self.world_size
+        dist.all_gather_object(found, (error, problem))
+        if problems := [f"rank {rank}: {said}" for rank, (_, said) in enumerate(found) if said]:
+            self.left_out[contestant.name] = problems[0]
+            self.wrong.append(problems[0])
+        return max(worst for worst, _ in found)
 
 
 def main(path: str) -> None:
@@ -191,7 +202,8 @@ def main(path: str) -> None:
     bench.run()
     told = {name: bench.spec[name] for name in ("shape", "tokens", "ep", "routing", "dtype")}
     environment = bench.environment() | told
-    bench.report({"rows": [asdict(row) for row in bench.rows], "left_out": bench.left_out, "environment": environment})
+    rows = [asdict(row) for row in bench.rows]
+    bench.report({"rows": rows, "left_out": bench.left_out, "environment": environment, "wrong": bench.wrong})
 
 
 if __name__ == "__main__":
