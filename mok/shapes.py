@@ -25,6 +25,7 @@ __all__ = [
     "checkpoint_bytes",
     "exchange_bytes",
     "flops_per_token",
+    "has_room_for_any_routing",
     "layer_shape",
     "parameters",
     "rank_bytes",
@@ -148,7 +149,13 @@ def workspace_shape(recipe: Recipe, ep: int, tokens: int) -> WorkspaceShape:
 def may_open_memory(recipe: Recipe, ep: int) -> bool:
     """Whether rows of `recipe` could travel through peer memory, if its ranks have GPUs that are joined."""
     able = recipe.train.dtype == "bf16" and recipe.moe.backend in ("auto", "staged", "mega")
-    return ep > 1 and able and recipe.moe.transport != "collective"
+    wanted = recipe.moe.transport == "peer" or (recipe.moe.transport == "auto" and has_room_for_any_routing(recipe, ep))
+    return ep > 1 and able and wanted
+
+
+def has_room_for_any_routing(recipe: Recipe, ep: int) -> bool:
+    """Whether `moe.peer_rows` lets all routes of a call go to one of `ep` ranks, which is then `ep` times the mean."""
+    return not 0 < recipe.moe.peer_rows < ep
 
 
 def vocabulary(recipe: Recipe) -> int:

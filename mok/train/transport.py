@@ -17,7 +17,7 @@ from mok.config import Recipe
 from mok.errors import RankError, UsageError
 from mok.grid import Layout
 from mok.model.transformer import DTYPES, Group
-from mok.shapes import layer_shape, workspace_shape
+from mok.shapes import has_room_for_any_routing, layer_shape, workspace_shape
 from mok.topology.advice import advise
 from mok.topology.ranks import merge, own_report
 from mok.transport.peer import PeerTransport
@@ -31,16 +31,16 @@ __all__ = ["settle_transport"]
 def settle_transport(recipe: Recipe, ranks: LaunchedRanks, device: torch.device) -> Group:
     """This rank's group with the transport that `moe.transport` means here, the same on all ranks, and why.
 
-    A collective call. `auto` takes peer memory where a backend can move rows through it, `mok.topology` finds every group
-    inside one NVLink domain, and the memory can be made on every rank; else all-to-all. Raises UsageError or RankError, on
-    every rank, where peer memory is asked for and cannot be had.
+    A collective call. `auto` takes peer memory where a backend can move rows through it, no routing can overflow it,
+    `mok.topology` finds every group inside one NVLink domain, and the memory can be made on every rank; else all-to-all. Raises
+    UsageError or RankError, on every rank, where peer memory is asked for and cannot be had.
     """
     layout, group, wanted = ranks.layout, ranks.group, recipe.moe.transport
     if layout.ep == 1 or wanted == "collective" or recipe.model.num_dense_layers == recipe.model.num_layers:
         return group
     reason = _refused(recipe, layout, device)
     if not reason and wanted == "auto":
-        reason = _advised_against(recipe, ranks)
+        reason = _may_overflow(recipe, layout.ep) or _advised_against(recipe, ranks)
     if not reason:
         try:
             opened = _open_memory(recipe, ranks, device)
@@ -64,6 +64,16 @@ def _refused(recipe: Recipe, layout: Layout, device: torch.device) -> str:
     except UsageError as error:
         return str(error)
     return ""
+
+
+def _may_overflow(recipe: Recipe, ep: int) -> str:
+    """Why peer memory could end a run that all-to-all would not."""
+    if has_room_for_any_routing(recipe, ep):
+        return ""
+    return (
+        f"moe.peer_rows = {recipe.moe.peer_rows:g} has room for less than all rows of {ep} ranks, and more would end the run; "
+        'set it to 0 for any routing, or moe.transport = "peer"'
+    )
 
 
 def _advised_against(recipe: Recipe, ranks: LaunchedRanks) -> str:

@@ -24,7 +24,8 @@ CPU = torch.device("cpu")
 
 def settled(rank: int, world_size: int, wanted: str, failing: str) -> tuple[str, str, float]:
     """(transport or error, reason, seconds) of a rank; `failing`: at which half of the set-up rank 1 fails, "" nowhere."""
-    recipe = load("toy", [f"moe.transport={wanted}", f"moe.ep={world_size}", "train.dtype=bf16"])
+    room = 1.5 if failing == "room" else 2.0
+    recipe = load("toy", [f"moe.transport={wanted}", f"moe.ep={world_size}", "train.dtype=bf16", f"moe.peer_rows={room}"])
     layout = Layout(Grid.of(recipe, 1, world_size), 1, world_size, rank)
     ranks = assemble(layout, CPU, 20.0)
     if failing:
@@ -58,6 +59,8 @@ def settled(rank: int, world_size: int, wanted: str, failing: str) -> tuple[str,
         ("auto", "memory", "collective", "rank 1 failed at step 0, stage transport: the driver said no"),
         ("peer", "handles", "RankError", "rank 1 failed at step 0, stage transport: failed to send fd"),
         ("auto", "none", "peer", "every rank opened its memory"),
+        ("auto", "room", "collective", "moe.peer_rows = 1.5 has room for less than all rows of 2 ranks"),
+        ("peer", "room", "peer", "every rank opened its memory"),
     ],
 )
 def test_all_ranks_decide_alike(wanted: str, failing: str, name: str, reason: str) -> None:
