@@ -27,8 +27,8 @@ train: install  ## Train the toy recipe on the CPU: two minutes on two cores
 	$(BIN)/mok train toy
 
 .PHONY: test
-test: install  ## Run every test that this machine can run
-	$(BIN)/python -m pytest -q
+test: install  ## Run every test that this machine can run, on all its cores
+	$(BIN)/python -m pytest -q --numprocesses logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 .PHONY: lint
 lint: install  ## Check style, types and the direction of imports
