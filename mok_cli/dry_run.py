@@ -25,6 +25,7 @@ RUN_FILES = (
     "samples.jsonl",
     "tokenizer.json",
     "tokenizer_config.json",
+    ".lock",
 )
 """What a run folder holds besides checkpoints."""
 

@@ -55,6 +55,7 @@ def test_each_rank_has_its_own_folder_of_compiled_kernels(monkeypatch: pytest.Mo
         folders.add(processes.use_private_triton_cache())
         assert os.environ["TRITON_CACHE_DIR"] in folders
     assert len(folders) == 2 and all(Path(folder).parent == tmp_path for folder in folders)
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert processes.use_private_triton_cache() == str(tmp_path)
