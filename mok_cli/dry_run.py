@@ -124,8 +124,8 @@ def show_price(resolved: Resolved, price: Price, output: Output) -> None:
         ("exchange", f"{_bytes(price.exchange_bytes)} sent by a rank per MoE layer and step"),
         ("step time", "computed, not measured (docs/scaling.md)"),
         *((f"  {cost.MACHINES[name].name}", _step(parts, recipe)) for name, parts in price.step_s.items()),
-        ("files", " ".join(RUN_FILES[:3])),
-        ("", " ".join(RUN_FILES[3:])),
+        ("files", " ".join(RUN_FILES[:4])),
+        ("", " ".join(RUN_FILES[4:])),
         ("", f"checkpoints/step_{recipe.train.steps:06d}: {saved}"),
     ]:
         output.line(f"{label:<17} {text}".rstrip())
