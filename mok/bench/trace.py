@@ -7,20 +7,21 @@ clock of a GPU ticks in steps of up to a microsecond, and every GPU has its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mok.backends.interface import Options
+from mok.backends.mega import MegaSchedule, build_schedule
 from mok.backends.quantization import why_not_coded
 from mok.bench.layer import Inputs, make_problem
 from mok.errors import UsageError
 from mok.grid import CallGrid
 from mok.kernels import tasks
 from mok.launch import coded, mega, peer
-from mok.launch.config import KernelConfig, device_facts, why_not
-from mok.launch.plan import DevicePlan, plan_on_device
+from mok.launch.config import device_facts, why_not
 from mok.launch.quantize import quantize_weight
 from mok.launch.tables import choose_config
 from mok.quantization import Quantization
@@ -74,54 +75,27 @@ def trace_layer(
     problem = make_problem(name, shape, tokens, routing, device, torch.bfloat16)
     weights = mega.Weights(problem.gate_EIH, problem.up_EIH, problem.down_EHI)
     inputs = problem.sets[0]
-    units, row_units, codes = mega.row_box(shape.hidden_size).units_per_block, None, None
+    codes = None
     if quantization is not None:
         codes = coded.CodedWeights(*(quantize_weight(weight, quantization.of_blocks.block) for weight in weights))
-        units, row_units = coded.code_box(shape.hidden_size).units_per_block, units
-    plan = plan_on_device(
-        inputs.ids_TK,
-        shape.num_experts,
-        shape.hidden_size,
-        shape.intermediate_size,
-        config.forward_order,
-        config.backward_order,
-        units=units,
-        row_units=row_units,
-    )
-    return chrome_trace({"": launches(inputs, weights, plan, config, codes=codes)})
+    routed, options = replace(shape, shared_size=0), Options(kernel=config, quantization=quantization)
+    schedule = build_schedule(inputs.ids_TK, routed, CallGrid(), options)
+    return chrome_trace({"": launches(inputs, weights, schedule, codes)})
 
 
 def trace_rank(
     inputs: Inputs, weights: mega.Weights, shape: LayerShape, transport: PeerTransport, grid: CallGrid
 ) -> list[TracedLaunch]:
     """The same of this rank of several, all of which call it. shape: of the whole layer; weights: of this rank's experts."""
-    facts = device_facts(inputs.x_TH.device)
-    assert facts is not None
-    config = choose_config(shape, facts, inputs.x_TH.shape[0])
-    plan = peer.plan_over_ranks(
-        inputs.ids_TK,
-        shape.num_experts,
-        shape.hidden_size,
-        shape.intermediate_size,
-        config.forward_order,
-        config.backward_order,
-        transport,
-        grid=grid,
-        units=tasks.ROW_BLOCK.value * mega.row_box(shape.hidden_size).pieces,
-    )
-    return launches(inputs, weights, plan.own, config, plan)
+    return launches(inputs, weights, build_schedule(inputs.ids_TK, shape, grid, Options(transport=transport)))
 
 
 def launches(
-    inputs: Inputs,
-    weights: mega.Weights,
-    plan: DevicePlan,
-    config: KernelConfig,
-    peers: peer.PeerPlan | None = None,
-    codes: coded.CodedWeights | None = None,
+    inputs: Inputs, weights: mega.Weights, schedule: MegaSchedule, codes: coded.CodedWeights | None = None
 ) -> list[TracedLaunch]:
     """A forward and a backward launch; those that are kept are the second of each. codes: of the weights, where they are
     quantised."""
+    plan, config, peers = schedule.plan, schedule.config, schedule.peers
     x_TH, router_TK, dy_TH = inputs.x_TH, inputs.weights_TK, inputs.dy_TH
     gate, up, down = (torch.empty_like(weight, dtype=torch.float32) for weight in weights)
     gradients = mega.Gradients(gate, up, down, started=False)
