@@ -11,11 +11,10 @@ Read next: `mok/determinism/trace.py`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import chain
 from operator import add
-from typing import Any
 
 import torch
 
@@ -66,11 +65,11 @@ class Digester:
     """
 
     def __init__(self) -> None:
-        self._done: dict[Any, str] = {}
+        self._done: dict[str, str] = {}
         self._waiting: list[_Group] = []
         self._recorded: list[_Group] = []
         self._places: list[torch.Tensor] = []  # of the tables before the last `finish`
-        self._names: set[Any] = set()  # of the two lists
+        self._names: set[str] = set()  # of the two lists
         self._num_bytes = 0
 
     @property
@@ -78,12 +77,12 @@ class Digester:
         """Of all that the next `finish` returns."""
         return self._num_bytes + sum(group.num_bytes for group in self._recorded)
 
-    def add(self, tensors: Mapping[Any, torch.Tensor]) -> None:
-        """Note the bytes that `tensors` have now; later changes to them do not matter. Names may be anything hashable; a second
-        tensor of one name is an error. Those on a GPU take one launch together."""
+    def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Note the bytes that `tensors` have now; later changes to them do not matter. A second tensor of one name is an error.
+        Those on a GPU take one launch together."""
         if used := next((name for name in tensors if name in self._done or name in self._names), None):
             raise ValueError(f"two tensors are called {used!r} in one record; every tensor needs its own name")
-        on_device: dict[Hashable, torch.Tensor] = {}
+        on_device: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             if tensor.device.type == "cpu":
                 content = bytes_of(tensor)
@@ -113,7 +112,7 @@ class Digester:
         for group in self._recorded:
             group.mixer.send_table()
 
-    def known(self) -> dict[Any, str]:
+    def known(self) -> dict[str, str]:
         """name -> digest of everything added since the last `finish`, outside graphs; waits for the device."""
         self._done.update(_read(self._waiting))
         for group in self._waiting:
@@ -121,7 +120,7 @@ class Digester:
         self._waiting = []
         return self._done
 
-    def finish(self) -> dict[Any, str]:
+    def finish(self) -> dict[str, str]:
         """name -> digest of all that was added or replayed since the last `finish`; waits for the device."""
         if self._waiting:
             self._places = [group.mixer.place for group in self._waiting]
@@ -134,7 +133,7 @@ class Digester:
 class _Group:
     """Tensors that were added together. sums: int64 [tensors, 2], on the device, once the work is queued."""
 
-    def __init__(self, tensors: Mapping[Hashable, torch.Tensor], place: torch.Tensor | None) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], place: torch.Tensor | None) -> None:
         self.names = list(tensors)
         self.prefixes = [f"mix128:{header_of(tensor)}:" for tensor in tensors.values()]
         self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
@@ -142,7 +141,7 @@ class _Group:
         self.sums: torch.Tensor
 
 
-def _read(groups: Sequence[_Group]) -> dict[Any, str]:
+def _read(groups: Sequence[_Group]) -> dict[str, str]:
     if not groups:
         return {}
     sums = torch.cat([group.sums for group in groups]).cpu().numpy()
