@@ -201,10 +201,7 @@ class _RouterLinear(torch.autograd.Function):
         ctx.save_for_backward(x_TH, w_EH)
         ctx.parameter = w_EH
         if _by_kernel(x_TH, w_EH):
-            from mok.launch.product import product_of_rows
-
-            x, w = _operands(x_TH, w_EH.t())
-            return product_of_rows(x, w, torch.float32)
+            return _product_of_rows(x_TH, w_EH.t(), torch.float32)
         rows, columns, inner = -x_TH.shape[0] % GEMM_MULTIPLE, -w_EH.shape[0] % GEMM_MULTIPLE, -x_TH.shape[1] % GEMM_MULTIPLE
         x = F.pad(_wide(x_TH), (0, inner, 0, rows)) if rows or inner else _wide(x_TH)
         w = F.pad(_wide(w_EH), (0, inner, 0, columns)) if columns or inner else _wide(w_EH)
@@ -216,11 +213,10 @@ class _RouterLinear(torch.autograd.Function):
         x_TH, w_EH = ctx.saved_tensors
         dx_TH = dw_EH = None
         parts_TX = _three_parts(dlogits_TE) if _in_parts(x_TH, w_EH) else None
-        if ctx.needs_input_grad[0] and _by_kernel(x_TH, w_EH):
-            from mok.launch.product import product_of_rows
-
-            rows, weights = _operands(dlogits_TE, w_EH) if parts_TX is None else (parts_TX, w_EH.repeat(3, 1))
-            dx_TH = product_of_rows(rows, weights, x_TH.dtype)
+        if ctx.needs_input_grad[0] and parts_TX is not None:
+            dx_TH = _product_of_rows(parts_TX, w_EH.repeat(3, 1), x_TH.dtype)
+        elif ctx.needs_input_grad[0] and _by_kernel(x_TH, w_EH):
+            dx_TH = _product_of_rows(dlogits_TE, w_EH, x_TH.dtype)
         elif ctx.needs_input_grad[0]:
             tokens, columns = -x_TH.shape[0] % GEMM_MULTIPLE, -x_TH.shape[1] % GEMM_MULTIPLE
             w = F.pad(_wide(w_EH), (0, columns)) if columns else _wide(w_EH)
@@ -245,9 +241,12 @@ def _in_parts(x_TH: Tensor, w_EH: Tensor) -> bool:
     return x_TH.is_cuda and both_bf16 and w_EH.shape[0] % GEMM_MULTIPLE == 0 and x_TH.shape[1] % GEMM_MULTIPLE == 0
 
 
-def _operands(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as they are if they are bf16, whose products are exact in fp32 and made by tensor cores; else both in fp32."""
-    return (x, w) if x.dtype == w.dtype == torch.bfloat16 else (x.float(), w.float())
+def _product_of_rows(x: Tensor, w: Tensor, dtype: torch.dtype) -> Tensor:
+    """x @ w on a GPU: of bf16 operands as they are, whose products are exact in fp32 and made by tensor cores; else in fp32."""
+    from mok.launch.product import product_of_rows
+
+    both_bf16 = x.dtype == w.dtype == torch.bfloat16
+    return product_of_rows(x, w, dtype) if both_bf16 else product_of_rows(x.float(), w.float(), dtype)
 
 
 def _three_parts(values_TE: Tensor) -> Tensor:
