@@ -53,11 +53,6 @@ class CallGrid:
             )
 
     @property
-    def num_local_slices(self) -> int:
-        """Slices whose tokens this rank has."""
-        return self.num_slices // self.ranks
-
-    @property
     def num_segments(self) -> int:
         return self.num_slices // self.segment
 

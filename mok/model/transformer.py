@@ -79,9 +79,10 @@ class Block(nn.Module):
 
     def forward(self, x_TH: Tensor, batch: int, rotary: Rotary, grid: CallGrid) -> tuple[Tensor, MoEStats | None]:
         x_TH, normed_TH = self.input_norm(x_TH)
-        x_TH, normed_TH = self.post_attention_norm(x_TH, self.attention(normed_TH, batch, rotary, grid.num_local_slices))
+        slices = len(grid.local_slices)
+        x_TH, normed_TH = self.post_attention_norm(x_TH, self.attention(normed_TH, batch, rotary, slices))
         if isinstance(self.mlp, DenseMLP):
-            return self.mlp(normed_TH, grid.num_local_slices).add_(x_TH), None
+            return self.mlp(normed_TH, slices).add_(x_TH), None
         y_TH, stats = self.mlp.call(normed_TH, grid)
         return y_TH.add_(x_TH), stats
 
